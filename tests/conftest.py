@@ -324,3 +324,13 @@ def shared_data():
     if not _SHARED_DATA.is_dir():
         pytest.skip("the optional data sets (../shared/data) are not here")
     return _SHARED_DATA
+
+
+@pytest.fixture
+def freed_pages(monkeypatch):
+    """Calls of `keep_freed_pages` do nothing: the setting is one of the process."""
+    from sparsejax import cpu  # not before the environment is set
+
+    calls = []
+    monkeypatch.setattr(cpu, "keep_freed_pages", lambda: calls.append(1))
+    return calls

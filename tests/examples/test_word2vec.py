@@ -13,17 +13,9 @@ import sparsejax as sj
 from examples import word2vec
 
 
-pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's own arithmetic is
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
 
 SENTENCE = "the cat saw a dog and the dog saw a bird while seven birds flew over there "
-
-
-@pytest.fixture(autouse=True)
-def freed_pages(monkeypatch):
-    """The setting is one of the process, and JAX has started here already."""
-    calls = []
-    monkeypatch.setattr(sj.cpu, "keep_freed_pages", lambda: calls.append(1))
-    return calls
 
 
 def topics_text(rng, sentences=3000):

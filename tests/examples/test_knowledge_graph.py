@@ -1,0 +1,92 @@
+"""examples/knowledge_graph.py ranks the answers of a real graph above frequent ones."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from examples import knowledge_graph
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+
+@pytest.fixture
+def codex(tmp_path, shared_data):
+    """The triples between the most frequent entities of CoDEx-M."""
+    graph = np.load(shared_data / "codex_m" / "codex_m.npz")
+    counts = np.bincount(graph["train"][:, [0, 2]].ravel())
+    frequent = np.argsort(-counts)[:800]
+    for name in ("train", "valid", "test"):
+        kept = graph[name][np.isin(graph[name][:, [0, 2]], frequent).all(1)]
+        np.savetxt(tmp_path / f"{name}.txt", kept, "%d", delimiter="\t")
+    return str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "gain"), [("complex", 0.12), ("transe", 0.01)])
+def test_answers_are_ranked_above_frequent_ones(model, gain, codex, capsys):
+    options = "--dim 64 --epochs 12 --batch 256 --negatives 128"
+    knowledge_graph.main([codex, "--model", model, *options.split()])
+    found = capsys.readouterr().out.splitlines()
+    assert found[0] == "8,541 triples of 617 entities"
+    assert re.match(r"epoch 12: loss [\d.]+, MRR 0.\d+, [\d,]+ triples/s", found[-2])
+    mrr, frequent = map(float, re.findall(r"0\.\d+", found[-1]))
+    assert frequent == pytest.approx(0.339, abs=0.001)
+    assert mrr > frequent + gain
+
+
+@pytest.mark.parametrize("model", knowledge_graph.MODELS)
+def test_the_loss_is_a_softmax_and_its_gradient_sparse(model):
+    rng = np.random.default_rng(0)
+    params = {
+        "entity": jnp.asarray(rng.normal(size=(500, 4)), jnp.float32),
+        "relation": jnp.asarray(rng.normal(size=(90, 4)), jnp.float32),
+    }
+    triples = rng.integers(0, (500, 90, 500), (3, 3))
+    negatives = jnp.append(rng.integers(0, 500, 6), triples[0, 2])
+    loss = lambda params: knowledge_graph.loss_fn(params, triples, negatives, model, 0)
+    value, grads = sj.value_and_grad(loss)(params)
+    assert {k: g.capacity for k, g in grads.items()} == {"entity": 13, "relation": 3}
+    for name, g in jax.grad(loss)(params).items():
+        np.testing.assert_allclose(grads[name].to_dense(), g, rtol=1e-4, atol=1e-5)
+    losses = []
+    for (head, relation, tail), row in zip(triples, _scores(params, triples, model)):
+        others = np.array([n for n in negatives.tolist() if n != tail])
+        every = np.append(row[others], row[tail])
+        losses.append(np.log(np.sum(np.exp(every))) - row[tail])
+    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-4)
+    found = knowledge_graph.score_all(params, triples, model)
+    expected = _scores(params, triples, model)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+
+
+def _scores(params, triples, model):
+    """By the formulas of the papers, in float64."""
+    entity, relation = (np.asarray(x, np.float64) for x in params.values())
+    h, r = entity[triples[:, :1]], relation[triples[:, 1:2]]
+    if model == "transe":
+        return -np.linalg.norm(h + r - entity, axis=-1)
+    if model == "distmult":
+        return np.sum(h * r * entity, axis=-1)
+    h, r, t = (x[..., :2] + 1j * x[..., 2:] for x in (h, r, entity))
+    return np.real(np.sum(h * r * np.conj(t), axis=-1))
+
+
+def test_other_right_answers_do_not_count():
+    scores = np.array([[9.0, 3, 8, 1, 3]])
+    known = np.array([[1, 0, 2], [1, 0, 1], [1, 1, 4]])
+    mrr = lambda triples, known: knowledge_graph.filtered_mrr(
+        lambda part: np.repeat(scores, len(part), 0), triples, known, block=1
+    )
+    assert mrr(known[:1], known) == 1  # of 3, 8, 1, 3; id 0 is no entity
+    assert mrr(known[1:2], known) == pytest.approx(1 / 1.5)  # 2 is right too; a tie
+    assert mrr(known[1:], known) == pytest.approx((1 / 1.5 + 1 / 2.5) / 2)
+
+
+def test_a_folder_that_cannot_be_used(tmp_path):
+    with pytest.raises(SystemExit, match=r"^knowledge_graph: .*train\.txt"):
+        knowledge_graph.main([str(tmp_path)])
