@@ -45,8 +45,9 @@ class Vocabulary:
     Each column has its own ids, except columns that share a vocabulary.
 
     Args:
-      words: for each column, an array of its words, bytes in ascending order.
-      ids: for each column, the ids of these words, int32, starting from 1.
+      sorted_words: for each column, an array of its words, bytes in ascending order.
+        `words` is the method that returns them in the order of their ids.
+      ids: for each column, the ids of these sorted words, int32, starting from 1.
       names: the names of the columns, or empty. `read_ids` refuses columns with other
         names.
       frequencies: for each column, the number of occurrences of each id, int64
@@ -65,6 +66,8 @@ class Vocabulary:
       array([2, 1, 0, 0], dtype=int32)
       >>> vocabulary.decode("item", [2, 1, 0]), vocabulary.decode("user", [1, 2])
       (array(['jam', 'tea', ''], dtype='<U3'), array([7, 8]))
+      >>> vocabulary.words("item")  # word k is the word of id k, and of row k
+      array(['', 'tea', 'jam'], dtype='<U3')
 
     Save the vocabulary with the model, which needs it:
 
@@ -75,7 +78,7 @@ class Vocabulary:
       True
     """
 
-    words: Sequence[np.ndarray]
+    sorted_words: Sequence[np.ndarray]
     ids: Sequence[np.ndarray]
     names: Sequence[str] = ()
     frequencies: Sequence[np.ndarray] = ()
@@ -188,16 +191,16 @@ class Vocabulary:
         same = lambda a, b: len(a) == len(b) and all(map(np.array_equal, a, b))
         return (
             list(self.names) == list(other.names)
-            and same(self.words, other.words)
+            and same(self.sorted_words, other.sorted_words)
             and same(self.ids, other.ids)
         )
 
     def __repr__(self) -> str:
-        names = self.names or range(len(self.words))
+        names = self.names or range(len(self.sorted_words))
         columns: dict[int, list[str]] = {}
-        for name, words in zip(names, self.words):
+        for name, words in zip(names, self.sorted_words):
             columns.setdefault(id(words), []).append(str(name))
-        size = {id(words): len(words) + 1 for words in self.words}
+        size = {id(words): len(words) + 1 for words in self.sorted_words}
         shown = [
             f"{_shortened(own, ', ')}: {size[k]} ids" for k, own in columns.items()
         ]
@@ -218,12 +221,13 @@ class Vocabulary:
         Raises:
           ValueError: the vocabulary has another number of columns.
         """
-        if num_columns not in (None, len(self.words)):
+        own = len(self.sorted_words)
+        if num_columns not in (None, own):
             raise ValueError(
-                f"sparsejax.data.Vocabulary: the vocabulary has {len(self.words)} "
+                f"sparsejax.data.Vocabulary: the vocabulary has {own} "
                 f"columns, but there are {num_columns} columns of words."
             )
-        return [len(words) + 1 for words in self.words]
+        return [len(words) + 1 for words in self.sorted_words]
 
     def size(self, column: int | str) -> int:
         """Returns the number of ids of one column, including id 0.
@@ -231,7 +235,7 @@ class Vocabulary:
         Args:
           column: the name of the column, or its position from 0.
         """
-        return len(self.words[self._place("size", column)]) + 1
+        return len(self.sorted_words[self._place("size", column)]) + 1
 
     def counts(self, column: int | str) -> np.ndarray:
         """Returns the number of occurrences of each id in `build`, int64 `[size]`.
@@ -289,14 +293,14 @@ class Vocabulary:
                 f"{call}: this vocabulary was made without counts. Make it with build."
             )
         columns: dict[int, list[int]] = {}
-        for place, words in enumerate(self.words):
+        for place, words in enumerate(self.sorted_words):
             columns.setdefault(id(words), []).append(place)
         groups = list(columns.values())
-        names = list(self.names) or list(range(len(self.words)))
+        names = list(self.names) or list(range(len(self.sorted_words)))
         limits = _as_limits(call, min_count, max_size, names, groups)
         found: dict[int, Any] = {}
         for group, (least, largest) in zip(groups, limits):
-            words, ids = self.words[group[0]], self.ids[group[0]]
+            words, ids = self.sorted_words[group[0]], self.ids[group[0]]
             counts = self.frequencies[group[0]]
             size = int(np.sum(counts[1:] >= least)) + 1  # counts fall with the id
             size = size if largest is None else min(size, largest)
@@ -325,6 +329,40 @@ class Vocabulary:
         place = self._place("encode", column)
         call = "sparsejax.data.Vocabulary.encode"
         return self._ids_of(place, _arrow.as_column(call, words))
+
+    def words(
+        self, column: int | str, *, missing: str | int | None = None
+    ) -> np.ndarray:
+        """Returns all words of a column in the order of their ids, `[size]`.
+
+        Entry k is the word of id k, so it is the word of row k of the column's table.
+        Entry 0 stands for missing and out-of-vocabulary words.
+
+        Args:
+          column: the name of the column, or its position from 0.
+          missing: entry 0. The default is "" for strings; a column of integers has no
+            default.
+
+        Returns:
+          An array `[size]` of strings or integers, as `decode` returns them.
+
+        Raises:
+          TypeError: `missing` is not of the column's type.
+          ValueError: the words are integers, and `missing` is not given.
+
+        Example:
+          >>> import numpy as np, sparsejax as sj
+          >>> data = {"item": ["jam", "tea", "tea"], "user": [7, 8, 7]}
+          >>> found = sj.data.Vocabulary.build(data)
+          >>> found.words("item"), found.words("user", missing=-1)
+          (array(['', 'tea', 'jam'], dtype='<U3'), array([-1,  7,  8]))
+          >>> table = np.array([[0.0], [0.5], [0.25]])  # the trained rows
+          >>> dict(zip(found.words("item")[1:].tolist(), table[1:].tolist()))
+          {'tea': [0.5], 'jam': [0.25]}
+        """
+        place = self._place("words", column)
+        ids = np.arange(len(self.sorted_words[place]) + 1)
+        return self._words_of("words", place, ids, missing)
 
     def encode_columns(self, columns: ColumnLike | PyTree) -> dict[str, np.ndarray]:
         """Returns the ids of several columns by name, for `ArrayDataset`.
@@ -391,43 +429,11 @@ class Vocabulary:
           array([['tea', 'jam'],
                  ['?', 'tea']], dtype='<U3')
         """
-        call = "sparsejax.data.Vocabulary.decode"
         place = self._place("decode", column)
-        is_integer = bool(self.integers) and bool(self.integers[place])
-        kinds = (int, np.integer) if is_integer else (str,)
-        if missing is not None and not isinstance(missing, kinds):
-            raise TypeError(
-                f"{call}: missing must be {_arguments.kind_of(kinds[0]())}, like the "
-                f"words of the column, got {_arguments.show(missing)}."
-            )
-        ids = np.asarray(_arguments.as_integers(call, ids))
-        size = len(self.words[place]) + 1
-        outside = (ids < 0) | (ids >= size)
-        if outside.any():
-            raise IndexError(
-                f"{call}: ids must be from 0 to {size - 1}, got {ids[outside].flat[0]}."
-            )
-        if is_integer and missing is None and not ids.all():
-            raise ValueError(
-                f"{call}: id 0 stands for missing and out-of-vocabulary words, but the "
-                "words of this column are integers. Pass missing=, for example "
-                "missing=-1."
-            )
-        distinct, rows = np.unique(ids, return_inverse=True)
-        words = self._words_by_id[place][distinct]
-        if is_integer:
-            other = int(missing or 0)
-            numbers = [int(word) if word else other for word in words.tolist()]
-            # Hashed ids may be above 2^63, next to negative ones.
-            lowest, highest = min(numbers, default=0), max(numbers, default=0)
-            limits = map(np.iinfo, (np.int64, np.uint64))
-            fits = (x.dtype for x in limits if x.min <= lowest and highest <= x.max)
-            found = np.array(numbers, next(fits, object))
-        else:
-            found = _arrow.decode(words)
-            if missing:
-                found = np.where(distinct == 0, missing, found)
-        return found[rows].reshape(ids.shape)
+        ids = np.asarray(
+            _arguments.as_integers("sparsejax.data.Vocabulary.decode", ids)
+        )
+        return self._words_of("decode", place, ids, missing)
 
     def align(
         self,
@@ -468,10 +474,10 @@ class Vocabulary:
         """
         call = "sparsejax.data.Vocabulary.align"
         if column is None:
-            if any(own is not self.words[0] for own in self.words):
+            if any(own is not self.sorted_words[0] for own in self.sorted_words):
                 raise ValueError(
                     f"{call}: the columns have different words. Pass column=, one of "
-                    f"{list(self.names or range(len(self.words)))}."
+                    f"{list(self.names or range(len(self.sorted_words)))}."
                 )
             column = 0
         place = self._place("align", column)
@@ -483,7 +489,7 @@ class Vocabulary:
                 f"{call}: vectors must have shape [{len(ids)}, D], one row for each of "
                 f"the words, got {list(vectors.shape)}."
             )
-        shape = len(self.words[place]) + 1, vectors.shape[1]
+        shape = len(self.sorted_words[place]) + 1, vectors.shape[1]
         if table is None:
             out = np.zeros(shape, vectors.dtype)
         else:
@@ -516,12 +522,12 @@ class Vocabulary:
         """
         path = as_path("sparsejax.data.Vocabulary.save", path)
         first = [
-            next(j for j, own in enumerate(self.words) if own is words)
-            for words in self.words
+            next(j for j, own in enumerate(self.sorted_words) if own is words)
+            for words in self.sorted_words
         ]
         arrays: dict[str, np.ndarray] = {"columns": np.array(first, np.int64)}
         for k in sorted(set(first)):
-            arrays[f"words {k}"] = self.words[k]
+            arrays[f"words {k}"] = self.sorted_words[k]
             arrays[f"ids {k}"] = self.ids[k]
             if self.frequencies:
                 arrays[f"counts {k}"] = self.frequencies[k]
@@ -569,7 +575,7 @@ class Vocabulary:
             known = f"It has {names}" if names else "Its columns have no names"
             raise ValueError(
                 f"{call}: the vocabulary has no column {column!r}. {known}. Pass a "
-                f"name of it, or a position from 0 to {len(self.words) - 1}."
+                f"name of it, or a position from 0 to {len(self.sorted_words) - 1}."
             )
         place = _arguments.static_int(
             call,
@@ -577,15 +583,16 @@ class Vocabulary:
             column,
             hint=" Pass the name of a column, or its position from 0.",
         )
-        if place >= len(self.words):
+        own = len(self.sorted_words)
+        if place >= own:
             raise IndexError(
-                f"{call}: column {place} is out of range for {len(self.words)} columns."
+                f"{call}: column {place} is out of range for {own} columns."
             )
         return place
 
     def _ids_of(self, place: int, words: _arrow.Column) -> np.ndarray:
         """Returns the ids of a column of words, int32 `[n]`."""
-        known, ids = self.words[place], self.ids[place]
+        known, ids = self.sorted_words[place], self.ids[place]
         lengths, _ = _arrow.lengths_and_bytes(words.words)
         per_word = np.zeros(len(lengths), np.int32)
         # A longer word is unknown, and NumPy would pad all other words to its length.
@@ -597,11 +604,51 @@ class Vocabulary:
             per_word[is_short] = np.where(known[at] == keys, ids[at], np.int32(0))
         return per_word[words.rows]
 
+    def _words_of(
+        self, method: str, place: int, ids: np.ndarray, missing: str | int | None
+    ) -> np.ndarray:
+        """Returns the words of ids, in the shape of `ids`."""
+        call = f"sparsejax.data.Vocabulary.{method}"
+        is_integer = bool(self.integers) and bool(self.integers[place])
+        kinds = (int, np.integer) if is_integer else (str,)
+        if missing is not None and not isinstance(missing, kinds):
+            raise TypeError(
+                f"{call}: missing must be {_arguments.kind_of(kinds[0]())}, like the "
+                f"words of the column, got {_arguments.show(missing)}."
+            )
+        size = len(self.sorted_words[place]) + 1
+        outside = (ids < 0) | (ids >= size)
+        if outside.any():
+            raise IndexError(
+                f"{call}: ids must be from 0 to {size - 1}, got {ids[outside].flat[0]}."
+            )
+        if is_integer and missing is None and not ids.all():
+            raise ValueError(
+                f"{call}: id 0 stands for missing and out-of-vocabulary words, but the "
+                "words of this column are integers. Pass missing=, for example "
+                "missing=-1."
+            )
+        distinct, rows = np.unique(ids, return_inverse=True)
+        words = self._words_by_id[place][distinct]
+        if is_integer:
+            other = int(missing or 0)
+            numbers = [int(word) if word else other for word in words.tolist()]
+            # Hashed ids may be above 2^63, next to negative ones.
+            lowest, highest = min(numbers, default=0), max(numbers, default=0)
+            limits = map(np.iinfo, (np.int64, np.uint64))
+            fits = (x.dtype for x in limits if x.min <= lowest and highest <= x.max)
+            found = np.array(numbers, next(fits, object))
+        else:
+            found = _arrow.decode(words)
+            if missing:
+                found = np.where(distinct == 0, missing, found)
+        return found[rows].reshape(ids.shape)
+
     @functools.cached_property
     def _words_by_id(self) -> list[np.ndarray]:
         """The words of each column in the order of ids, after the empty word."""
         out = []
-        for words, ids in zip(self.words, self.ids):
+        for words, ids in zip(self.sorted_words, self.ids):
             out.append(np.zeros(len(words) + 1, words.dtype))
             out[-1][ids] = words
         return out

@@ -175,7 +175,7 @@ def test_blanks_are_not_part_of_words_and_names(tmp_path):
     raw = sj.data.Vocabulary.build(
         tmp_path / "1.csv", {"ids": 0}, header=True, quotes=False
     )
-    assert raw.words[0].tolist() == [b'"ann"', b'"bob"']
+    assert raw.sorted_words[0].tolist() == [b'"ann"', b'"bob"']
 
 
 def test_all_columns_are_words():
@@ -194,7 +194,7 @@ def test_one_long_word_does_not_widen_all(tmp_path):
     known = sj.data.Vocabulary.build(path, {"ids": 0})
     assert known.sizes() == [52]
     common = known.prune(min_count=2)
-    assert common.words[0].dtype == np.dtype("S3")
+    assert common.sorted_words[0].dtype == np.dtype("S3")
     assert (
         common.encode(0, words)[1230:1238].tolist()
         == known.encode(0, [*words[1230:1234], None, *words[1235:1238]]).tolist()

@@ -439,7 +439,7 @@ def test_a_byte_order_mark_is_not_part_of_a_word(tmp_path, monkeypatch):
     for block in (12, 100):
         monkeypatch.setattr(_sources, "BLOCK", block)
         known = sj.data.Vocabulary.build(path, {"ids": 0})
-        assert known.words[0].tolist() == [b"a", b"\xef\xbb\xbfa"]
+        assert known.sorted_words[0].tolist() == [b"a", b"\xef\xbb\xbfa"]
     path.write_bytes(b"\xef\xbb\xbfuser,rating\nx,2\n")
     data = sj.data.read_ids(path, 9, {"ids": "user", "label": "rating"})
     assert data["label"].tolist() == [2.0]
@@ -449,7 +449,7 @@ def test_bytes_that_are_not_utf8(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_bytes(b"user,y\n\xffa,1\nb,2\n\xffa,3\n")
     known = sj.data.Vocabulary.build(path, {"ids": "user"})
-    assert known.words[0].tolist() == [b"b", b"\xffa"]
+    assert known.sorted_words[0].tolist() == [b"b", b"\xffa"]
     word = known.decode("user", [1])
     assert known.encode("user", word).tolist() == [1]
 

@@ -253,7 +253,7 @@ def test_limits_of_columns(tmp_path):
     shared = Vocabulary.build(columns, shared=[["user", "item"]], min_count={"item": 4})
     same(Vocabulary.build(columns, shared=[["user", "item"]]).prune(
         min_count={"user": 4, "item": 4}), shared)  # fmt: skip
-    assert shared.words[0] is shared.words[1]
+    assert shared.sorted_words[0] is shared.sorted_words[1]
 
 
 def test_a_long_repr_is_cut():
@@ -290,7 +290,9 @@ def test_columns_share_a_vocabulary(tmp_path):
     found.save(tmp_path / "triples.npz")
     loaded = Vocabulary.load(tmp_path / "triples.npz")
     same(loaded, found)
-    assert repr(loaded) == repr(found) and loaded.words[0] is loaded.words[2]
+    assert (
+        repr(loaded) == repr(found) and loaded.sorted_words[0] is loaded.sorted_words[2]
+    )
     edges = {name: triples[name] for name in ("head", "tail")}
     both = Vocabulary.build(edges, shared=True)
     assert repr(both) == "Vocabulary(head, tail: 4 ids)"
@@ -358,6 +360,24 @@ def test_decode_of_integers_that_share_no_dtype(words, missing, dtype):
     ids = np.append(found.encode("a", words), 0)
     got = found.decode("b", ids, missing=missing)
     assert got.dtype == dtype and got.tolist() == [*words, missing]
+
+
+def test_words_are_in_the_order_of_the_rows():
+    """Not in the order of `sorted_words`: a file of vectors is written by `words`."""
+    rng = np.random.default_rng(0)
+    corpus = [f"w{k}" for k in rng.zipf(1.5, 2_000) % 400]
+    found = Vocabulary.build({"word": corpus, "code": rng.integers(0, 9, 50)})
+    words = found.words("word")
+    assert words.shape == (found.size("word"),) and words[0] == ""
+    assert found.encode("word", words).tolist() == list(range(len(words)))
+    counts = collections.Counter(corpus)
+    assert [0, *(counts[w] for w in words[1:])] == found.counts("word").tolist()
+    table = rng.normal(size=(len(words), 3))
+    back = found.align(words[1:], table[1:], column="word", table=table * [[0]])
+    assert np.array_equal(back[1:], table[1:])
+    codes = found.words("code", missing=-1)
+    assert codes.dtype == np.int64 and codes[0] == -1
+    assert found.encode("code", codes[1:]).tolist() == list(range(1, len(codes)))
 
 
 def test_decode_is_the_inverse_of_encode(tmp_path):

@@ -254,6 +254,7 @@ def layers_and_data(folder: pathlib.Path) -> None:
     columns = sj.data.read_ids(path, words, which)
     print(columns["label"].dtype, words.sizes())
     known = sj.data.Vocabulary.build({"user": [7, 8], "item": ["tea", "jam"]})
+    assert_type(known.words("item"), np.ndarray)
     ids = known.encode_columns({"item": ["jam"]})
     assert_type(ids, dict[str, np.ndarray])
     print(known.decode("item", ids["item"]), known.size("user"), known.counts(0))

@@ -360,7 +360,7 @@ def _vocabulary(folder):
             assert ids.dtype == np.int32 and 0 <= ids.min() <= ids.max() < size
             found.decode(column, np.arange(1, size))
             assert found.frequencies == () or found.counts(column).sum() >= 0
-        kept = found.words, found.ids, found.frequencies, found.integers
+        kept = found.sorted_words, found.ids, found.frequencies, found.integers
         return kept, found.names
 
     return good, read
@@ -514,7 +514,7 @@ def _parquet(folder):
         assert sum(len(part["ids"]) for part in parts) == len(found["ids"])
         known = sj.data.Vocabulary.build(path, columns)
         assert len(known.sizes()) == 2
-        return found, known.words
+        return found, known.sorted_words
 
     return good, read
 

@@ -410,6 +410,7 @@ bare = Vocabulary([np.array([b"tea"])], [np.array([1], np.int32)])
         "known.decode('user', [0, 1])",
         "known.decode('user', [1], missing='?')",
         "known.decode('item', [3])",
+        "known.words('user')",
         "known.align(['tea'], [[1.0]])",
         "known.align(['tea'], [1.0], column='item')",
         "known.align(['tea'], [[1.0]], column='item', table=np.zeros((2, 1)))",
