@@ -26,7 +26,7 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench clean
+.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench dist clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -63,6 +63,9 @@ notebooks: $(VENV)/.installed-notebooks  ## run the notebooks, keep what they sh
 
 bench: $(VENV)/.installed-bench  ## python -m benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+dist: $(VENV)/.installed-dist  ## build a wheel and an sdist, and try them in a fresh environment
+	@$(BIN)/python tests/tools/dist.py $(ARGS)
 
 clean:  ## remove environments, caches and builds
 	rm -rf .venv .venv-* build dist .pytest_cache .ruff_cache .hypothesis .jax_cache

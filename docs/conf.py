@@ -8,6 +8,7 @@ import collections
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 
@@ -15,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import sparsejax  # noqa: E402
 
+
+_ROOT = Path(__file__).parent.parent
+_PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 
 project = "sparsejax"
 copyright = "the sparsejax authors"
@@ -27,6 +31,7 @@ include_patterns = [
     "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "CODE_OF_CONDUCT.md",
     "SECURITY.md",
     "benchmarks/NOTES.md",
 ]
@@ -77,7 +82,7 @@ html_theme = "furo"
 html_title = "sparsejax"
 html_show_sourcelink = False
 html_theme_options = {
-    "source_repository": "https://github.com/sparsejax/sparsejax/",
+    "source_repository": _PROJECT["urls"]["Repository"] + "/",
     "source_branch": "main",
     "source_directory": "",
     "top_of_page_buttons": ["view"],

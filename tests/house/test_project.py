@@ -1,0 +1,108 @@
+"""The files around the code: the address, the citation, forms and workflows."""
+
+import re
+import subprocess
+import tomllib
+
+import pytest
+
+import pages
+
+
+yaml = pytest.importorskip("yaml")
+
+PROJECT = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+GITHUB = pages.ROOT / ".github"
+# What is read or run where there is no pyproject.toml states the address again.
+STATE_THE_ADDRESS = (
+    r"pyproject\.toml|CITATION\.cff|docs/install\.md|notebooks/.*\.ipynb"
+)
+
+
+def _files():
+    done = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=pages.ROOT, capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("not a checkout of git")
+    return done.stdout.decode().rstrip("\0").split("\0")
+
+
+def test_the_address_is_the_same_everywhere():
+    """`sed -i s,OLD,NEW, $(git grep -l OLD)` changes it, and misses nothing."""
+    owner, name = REPOSITORY.rstrip("/").split("/")[-2:]
+    for file in _files():
+        if not re.search(r"\.(md|py|toml|cff|ya?ml|ipynb)$", file):
+            continue
+        if not (path := pages.ROOT / file).exists():
+            continue
+        found = re.findall(
+            r"(?:github\.com|githubusercontent\.com)/([\w-]+)/sparsejax\b",
+            path.read_text(),
+        )
+        assert set(found) <= {owner} and name == "sparsejax", file
+        assert not found or re.fullmatch(STATE_THE_ADDRESS, file), file
+
+
+def test_the_citation_is_of_this_version():
+    cited = yaml.safe_load((pages.ROOT / "CITATION.cff").read_text())
+    assert cited["cff-version"] == "1.2.0"
+    assert {"message", "title", "authors"} <= cited.keys()
+    assert cited["version"] == PROJECT["version"]
+    assert cited["license"] == PROJECT["license"]
+    assert cited["repository-code"] == REPOSITORY
+
+
+@pytest.mark.parametrize("form", ["wrong_result", "slow", "wish"])
+def test_an_issue_form_asks_for_explain_and_versions(form):
+    text = (GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml").read_text()
+    found = yaml.safe_load(text)
+    assert {"name", "description", "body"} <= found.keys()
+    fields = {x["id"]: x for x in found["body"] if x["type"] != "markdown"}
+    assert len(fields) == len([x for x in found["body"] if x["type"] != "markdown"])
+    assert all(x["attributes"]["label"] for x in fields.values())
+    assert "sj.explain(" in fields["explain"]["attributes"]["description"]
+    versions = fields["versions"]["attributes"]["description"]
+    (command,) = re.findall(r'python -c "(.*?)"`', versions)
+    exec(compile(command, form, "exec"), {})
+
+
+def test_workflows_run_what_a_contributor_runs():
+    targets = re.findall(r"^([\w-]+):.*##", (pages.ROOT / "Makefile").read_text(), re.M)
+    texts = [path.read_text() for path in (GITHUB / "workflows").glob("*.yml")]
+    assert len(texts) == 2
+    for text in texts:
+        jobs = yaml.safe_load(text)["jobs"].values()
+        runs = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+        assert runs
+        for target in re.findall(r"^make ([\w-]+)", "\n".join(runs), re.M):
+            assert target in targets
+        for pins in re.findall(r"-r (\S+\.txt)", text):
+            assert (pages.ROOT / pins).exists()
+        assert all(job["timeout-minutes"] for job in jobs)
+        for job in jobs:  # only the job that publishes can ask for a token
+            publishes = any("pypi" in step.get("uses", "") for step in job["steps"])
+            assert ("id-token" in job.get("permissions", {})) == publishes
+
+
+def test_the_site_is_built_elsewhere_as_here():
+    config = yaml.safe_load((pages.ROOT / ".readthedocs.yaml").read_text())
+    assert config["sphinx"] == {
+        "configuration": "docs/conf.py",
+        "fail_on_warning": True,
+    }
+    (install,) = config["python"]["install"]
+    assert set(install["extra_requirements"]) <= PROJECT["optional-dependencies"].keys()
+    python = config["build"]["tools"]["python"]
+    assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
+
+
+def test_the_page_states_the_window():
+    text = (pages.ROOT / "docs" / "compatibility.md").read_text()
+    python = re.search(r"\| 3\.(\d+) to 3\.(\d+) \|", text)
+    named = [x.rpartition(".")[2] for x in PROJECT["classifiers"] if ":: 3." in x]
+    assert python and [named[0], named[-1]] == [python[1], python[2]]
+    assert f">=3.{python[1]}" == PROJECT["requires-python"]
+    (jax,) = [x for x in PROJECT["dependencies"] if x.startswith("jax>=")]
+    assert f"from {jax.removeprefix('jax>=')} on" in text
