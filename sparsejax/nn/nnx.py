@@ -1,14 +1,22 @@
-"""`Layer(layer, rngs=...)`: a layer of `sparsejax.nn` as a module of flax.nnx.
+"""flax.nnx: `value_and_grad` and `grad` of modules, and layers as modules.
 
-The module holds the layer's parameters as `nnx.Param`.
+- `value_and_grad`, `grad`: those of flax.nnx, with SelectedRows for tables.
+- `Layer(layer, rngs=...)`: a layer of `sparsejax.nn` as a module.
 """
 
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from sparsejax import _arguments
+from sparsejax._arguments import PyTree
 from sparsejax.nn._layer import check_layer, init_for
+from sparsejax.transform.grad import transform
+from sparsejax.transform.trace import check_fun
 
 
 _CALL = "sparsejax.nn.nnx.Layer"
@@ -60,3 +68,272 @@ class Layer(nnx.Module):
         # And its Param has no get_value.
         value = lambda x: x.get_value() if hasattr(x, "get_value") else x.value
         return {name: value(param) for name, param in self.params.items()}
+
+
+# ------------------------------------------------------------------ gradients
+
+
+Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    tables: PyTree = None,
+) -> Callable[..., Any]:
+    """`flax.nnx.value_and_grad`, with sparse gradients for tables read by rows.
+
+    For a loss `L` of a module with a table `T` that is read only through rows
+    `T[i_1], ..., T[i_n]`, the gradient of the table is
+
+      SelectedRows(rows=[i_1, ..., i_n], values=[dL/dT[i_1], ..., dL/dT[i_n]])
+
+    and every other parameter gets the gradient that flax returns.
+    `sparsejax.value_and_grad` says which tables have one. What `fun` changes in its
+    modules (batch statistics, the counts of `nnx.Rngs`, new variables) is in the
+    modules afterwards, as in flax.
+
+    Args:
+      fun: a function of modules, variables, states or arrays, with a scalar float
+        output, or `(scalar, aux)`.
+      argnums: int, `nnx.DiffState`, or a tuple of these: the arguments to
+        differentiate. Of a module, an int differentiates each `nnx.Param`, and
+        `nnx.DiffState(i, filter)` the variables that the filter selects.
+      has_aux: True if `fun` returns `(loss, aux)`.
+      tables: which leaves are tables, as in `sparsejax.value_and_grad`: None, True,
+        `callable(path, leaf) -> bool`, or a prefix of the gradient's tree, with plain
+        dicts for an `nnx.State`.
+
+    Returns:
+      A function of the same arguments that returns `(value, gradient)`, or
+      `((value, aux), gradient)`. The gradient of a module is an `nnx.State` that
+      `nnx.Optimizer.update(model, gradient)` accepts.
+
+    Raises:
+      DensifyError: a leaf that `tables=` requires to be sparse is not only read by
+        rows.
+      TypeError: `fun` is a method of a module, a differentiated leaf is not a float, or
+        the output is not a scalar.
+      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> from flax import nnx
+      >>> class Model(nnx.Module):
+      ...     def __init__(self, rngs):
+      ...         self.items = nnx.Embed(1000, 4, rngs=rngs)
+      ...         self.norm = nnx.BatchNorm(4, rngs=rngs)
+      ...     def __call__(self, ids):
+      ...         return self.norm(self.items(ids)).sum(axis=-1)
+      >>> model = Model(nnx.Rngs(0))
+      >>> tx = sj.optim.lazy(optax.adam(1e-3))
+      >>> optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+      >>> @nnx.jit
+      ... def step(model, optimizer, ids):
+      ...     loss_fn = lambda model: jnp.mean((model(ids) - 1) ** 2)
+      ...     loss, grads = sj.nn.nnx.value_and_grad(loss_fn)(model)
+      ...     optimizer.update(model, grads)
+      ...     return loss, grads
+      >>> loss, grads = step(model, optimizer, jnp.array([3, 7]))
+      >>> nnx.to_pure_dict(grads)["items"]["embedding"].rows
+      Array([3, 7], dtype=int32)
+      >>> bool(jnp.any(model.norm.mean[...] != 0))  # the statistics of the batch
+      True
+
+    References:
+      flax, `nnx.value_and_grad`; PaddlePaddle, `embedding(is_sparse=True)`.
+    """
+    return _transform("value_and_grad", fun, argnums, has_aux, tables)
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: Argnums = 0,
+    has_aux: bool = False,
+    *,
+    tables: PyTree = None,
+) -> Callable[..., Any]:
+    """`flax.nnx.grad`, with sparse gradients for tables read by rows.
+
+    `grad(fun)(model)` is `value_and_grad(fun)(model)[1]`: see
+    `sparsejax.nn.nnx.value_and_grad`.
+
+    Args:
+      fun: a function of modules, variables, states or arrays, with a scalar float
+        output, or `(scalar, aux)`.
+      argnums: int, `nnx.DiffState`, or a tuple of these: the arguments to
+        differentiate.
+      has_aux: True if `fun` returns `(loss, aux)`.
+      tables: which leaves are tables: None, True, a tree prefix of bools, or
+        `callable(path, leaf) -> bool`.
+
+    Returns:
+      A function of the same arguments that returns the gradient, or
+      `(gradient, aux)`.
+
+    Raises:
+      DensifyError: a leaf that `tables=` requires to be sparse is not only read by
+        rows.
+      TypeError: `fun` is a method of a module, a differentiated leaf is not a float, or
+        the output is not a scalar.
+      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> from flax import nnx
+      >>> model = nnx.Embed(1000, 4, rngs=nnx.Rngs(0))
+      >>> loss_fn = lambda model, ids: jnp.sum(model(ids))
+      >>> g = sj.nn.nnx.grad(loss_fn)(model, jnp.array([3]))
+      >>> nnx.to_pure_dict(g)["embedding"].rows
+      Array([3], dtype=int32)
+
+    References:
+      flax, `nnx.grad`.
+    """
+    both = _transform("grad", fun, argnums, has_aux, tables)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def _transform(
+    name: str, fun: Any, argnums: Any, has_aux: Any, tables: Any
+) -> Callable[..., Any]:
+    """`value_and_grad`, with errors that name the function `name`."""
+    call = f"sparsejax.nn.nnx.{name}"
+    several = isinstance(argnums, (tuple, list))
+    chosen = tuple(argnums) if several else (argnums,)
+    plain = tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in chosen)
+    numbers = check_fun(call, fun, plain if several else plain[0], has_aux)
+    if isinstance(getattr(fun, "__self__", None), nnx.Module):
+        shown = f"{type(fun.__self__).__name__}.{fun.__name__}"
+        raise TypeError(
+            f"{call}: fun must be a function that takes the module as an argument, got "
+            f"the method {shown} of a module. Pass {shown} and call it with the module "
+            "first, or write a function of the module."
+        )
+
+    @functools.wraps(fun)
+    @nnx.update_context(call)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _by_position(fun, args, kwargs)
+        filters: list[Any] = [None] * len(args)
+        for number, n in zip(plain, chosen):
+            if -len(args) <= number < len(args):  # `transform` refuses the others
+                wanted = n.filter if isinstance(n, nnx.DiffState) else nnx.Param
+                filters[number] = nnx.DiffState(-1, wanted)
+        undifferentiated: list[Any] = []
+
+        def split(context, path, prefix, node):
+            if prefix is None or isinstance(node, nnx.Variable):
+                undifferentiated.append(())
+                return nnx.NodeStates.from_split(*context.split(node))
+            graph, state, rest = context.split(node, prefix.filter, ...)
+            undifferentiated.append((rest,))
+            return nnx.NodeStates.from_split(graph, state)
+
+        pure: Any = nnx.to_tree(
+            (args, kwargs), prefix=(tuple(filters), None), split_fn=split, ctxtag=call
+        )
+        differentiated = [f is not None for f in filters]
+        arguments = tuple(
+            jax.tree.map(_state, x, is_leaf=_is_node) if wanted else None
+            for x, wanted in zip(pure[0], differentiated)
+        )
+        before = jax.tree.leaves((arguments, pure, undifferentiated))
+        unchanged: list[int | None] = []
+        changed_shape: Any = None
+
+        @functools.wraps(fun)
+        def pure_fun(*states):
+            nonlocal changed_shape
+            given = jax.tree.leaves((states, pure, undifferentiated))
+            index = {id(x): k for k, x in enumerate(given)}
+            merged = tuple(
+                _with_state(x, state) if wanted else x
+                for x, state, wanted in zip(pure[0], states, differentiated)
+            )
+            rests = iter(undifferentiated)
+
+            def merge(context, path, prefix, node):
+                return context.merge(node.graphdef, node.state, *next(rests))
+
+            inner_args, inner_kwargs = nnx.from_tree(
+                (merged, pure[1]), merge_fn=merge, ctxtag=call, is_inner=True
+            )
+            out = fun(*inner_args, **inner_kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    f"{call}: with has_aux=True the function must return (loss, aux), "
+                    f"got {_arguments.kind_of(out)}."
+                )
+            loss, aux = out if has_aux else (out, None)
+            inner_out, aux = nnx.to_tree(((inner_args, inner_kwargs), aux), ctxtag=call)
+            # An argument that is not a module is not updated.
+            inner_out = [
+                x for x in jax.tree.leaves(inner_out, is_leaf=_is_node) if _is_node(x)
+            ]
+            leaves, changed_shape = jax.tree.flatten((inner_out, aux))
+            # A table that `fun` has not changed stays out of the program's outputs,
+            # where it would be copied.
+            unchanged[:] = [index.get(id(x)) for x in leaves]
+            changed = [x for x, k in zip(leaves, unchanged) if k is None]
+            return loss, changed
+
+        both = transform(
+            pure_fun, numbers, True, _as_states(tables, arguments, numbers), caller=call
+        )
+        (loss, changed), grads = both(*arguments)
+        new = iter(changed)
+        leaves = [next(new) if k is None else before[k] for k in unchanged]
+        _, aux = nnx.from_tree(
+            jax.tree.unflatten(changed_shape, leaves), ctxtag=call, is_inner=False
+        )
+        return ((loss, aux) if has_aux else loss), grads
+
+    return run
+
+
+def _by_position(fun: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments, by position if `fun` allows it, as in flax."""
+    try:
+        bound = inspect.signature(fun).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # the call itself raises
+        return args, kwargs
+    return bound.args, bound.kwargs
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.NodeStates)
+
+
+def _state(x: Any) -> Any:
+    """The state of a module, as its gradient has it."""
+    return x.state if _is_node(x) else x
+
+
+def _with_state(x: Any, state: Any) -> Any:
+    """The inverse of `_state`, with new states in the nodes of `x`."""
+    nodes, shape = jax.tree.flatten(x, is_leaf=_is_node)
+    new = [
+        nnx.NodeStates.from_split(node.graphdef, part) if _is_node(node) else part
+        for node, part in zip(nodes, shape.flatten_up_to(state))
+    ]
+    return shape.unflatten(new)
+
+
+def _as_states(tables: Any, arguments: Any, numbers: Any) -> Any:
+    """`tables=` with each dict that stands for an `nnx.State` as a State."""
+    if isinstance(numbers, tuple):
+        if not isinstance(tables, (tuple, list)) or len(tables) != len(numbers):
+            return tables
+        return tuple(_as_states(t, arguments, n) for t, n in zip(tables, numbers))
+    is_dict = isinstance(tables, dict) and numbers < len(arguments)
+    is_dict = is_dict and isinstance(arguments[numbers], nnx.State)
+    return nnx.State(tables) if is_dict else tables

@@ -169,9 +169,12 @@ def transform(
     has_aux: bool,
     tables: Any,
     stacks: bool = True,
+    caller: str = "sparsejax.value_and_grad",
 ) -> Callable[..., Any]:
-    """`value_and_grad`; without `stacks` no leaf is taken for a stack of tables."""
-    caller = "sparsejax.value_and_grad"
+    """`value_and_grad`; without `stacks` no leaf is taken for a stack of tables.
+
+    Errors name `caller`.
+    """
     numbers = check_fun(caller, fun, argnums, has_aux)
 
     @functools.wraps(fun)

@@ -350,8 +350,8 @@ def _check_differentiable(caller: str, name: str, value: Any) -> None:
         raise TypeError(
             f"{caller}: cannot differentiate with respect to {name}: it must be real "
             f"or complex floating point, got {found}. Pass it as an argument that is "
-            "not in argnums, or split it off the tree (equinox.partition, "
-            "flax.nnx.split)."
+            "not in argnums, or split it off the tree (equinox.partition). For a "
+            "flax.nnx module call sparsejax.nn.nnx.value_and_grad."
         )
 
 

@@ -64,6 +64,16 @@ bag = sj.nn.EmbeddingBag(5, 2)
         "from_bytes(bags, to_bytes(bags.map(lambda ids: jnp.ones((3, 2)))))",
         "sj.nn.equinox.Layer(sj.nn.Embedding, key=key)",
         "sj.nn.nnx.Layer(layer, rngs=0)",
+        "from flax import nnx\n"
+        "module = nnx.Embed(5, 2, rngs=nnx.Rngs(0))\n"
+        "sj.nn.nnx.value_and_grad(module, jnp.array([3]))",
+        "from flax import nnx\n"
+        "module = nnx.Embed(5, 2, rngs=nnx.Rngs(0))\n"
+        "sj.nn.nnx.grad(module.attend)",
+        "from flax import nnx\n"
+        "module = nnx.Embed(5, 2, rngs=nnx.Rngs(0))\n"
+        "loss = lambda module: jnp.sum(module(jnp.array([3])))\n"
+        "sj.nn.nnx.grad(loss, has_aux=True)(module)",
         "sj.nn.Linear",
     ],
 )

@@ -1,0 +1,280 @@
+"""`sj.nn.nnx.value_and_grad` and `grad` against those of flax.nnx."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import assert_trees_close, is_rows, to_dense
+
+
+nnx = pytest.importorskip("flax.nnx")
+pytestmark = pytest.mark.usefixtures("loose_promotion")
+
+V, D = 101, 4
+IDS = jnp.array([[3, 7, 3], [0, 9, 7]])
+Y = jnp.array([1.0, 0.0])
+
+
+class Count(nnx.Variable):
+    """A variable of another type than Param."""
+
+
+class Model(nnx.Module):
+    """Its call changes batch statistics, a counter, rngs and a Python int."""
+
+    def __init__(self, seed=0):
+        rngs = nnx.Rngs(seed)
+        self.items = nnx.Embed(V, D, rngs=rngs)
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(D, 1, rngs=rngs)
+        self.count = Count(jnp.zeros((), jnp.int32))
+        self.calls = 0
+
+    def __call__(self, ids):
+        self.count[...] += 1
+        self.calls += 1
+        x = self.drop(self.norm(self.items(ids).mean(axis=1)))
+        return self.head(x)[:, 0]
+
+
+class Shared(nnx.Module):
+    """A module that is reached by two names."""
+
+    def __init__(self, embed):
+        self.first = self.second = embed
+        self.seen = Count(jnp.zeros(()))
+
+    def __call__(self, ids):
+        self.seen[...] += 1.0
+        return self.first(ids).sum((1, 2)) * self.second(ids + 1).sum((1, 2))
+
+
+def _mse(model, ids, y):
+    return jnp.mean((model(ids) - y) ** 2)
+
+
+def _plain(tree):
+    """A State as arrays by path: keys as their data, SelectedRows as dense arrays."""
+    as_data = lambda x: (
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    )
+    is_dict = isinstance(tree, nnx.State)
+    tree = nnx.to_pure_dict(tree) if is_dict else tree
+    return jax.tree.map(as_data, to_dense(tree)) if is_dict else tree
+
+
+def _same(name, fun, make, **options):
+    """Our function and flax's on equal arguments: results, and arguments afterwards."""
+    results = []
+    for module in (sj.nn.nnx, nnx):
+        args, kwargs = make()
+        for _ in range(2):
+            out = getattr(module, name)(fun, **options)(*args, **kwargs)
+        state = _plain(nnx.state((args, kwargs)))
+        is_state = lambda x: isinstance(x, nnx.State)
+        plain = jax.tree.map(_plain, to_dense(out), is_leaf=is_state)
+        results.append((plain, state, args, out))
+    ours, flaxs = results
+    assert_trees_close(ours[0], flaxs[0], rtol=1e-5, atol=1e-6)
+    assert_trees_close(ours[1], flaxs[1], rtol=1e-5, atol=1e-6)
+    return ours[2], ours[3]
+
+
+def _rows_of(grads):
+    return [x for x in jax.tree.leaves(grads, is_leaf=is_rows) if is_rows(x)]
+
+
+@pytest.mark.window
+def test_gradients_and_state_are_those_of_flax():
+    (model, *_), (loss, grads) = _same(
+        "value_and_grad", _mse, lambda: ((Model(), IDS, Y), {})
+    )
+    assert isinstance(grads, nnx.State)
+    assert nnx.to_pure_dict(grads)["items"]["embedding"].capacity == IDS.size
+    assert int(model.count[...]) == model.calls == 2 and loss.shape == ()
+    assert float(jnp.max(jnp.abs(model.norm.mean[...]))) > 0
+
+
+def test_new_variables_and_aux():
+    """A variable that the loss adds, and a module among the outputs."""
+
+    def loss(model, ids, y):
+        model.extra = Count(jnp.sum(ids) * 1.0)
+        other = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        return _mse(model, ids, y), {"name": "a", "other": other, "ids": ids}
+
+    make = lambda: ((Model(), IDS, Y), {})
+    results = []
+    for module in (sj.nn.nnx, nnx):
+        (model, *rest), _ = make()
+        grads, aux = module.grad(loss, has_aux=True)(model, *rest)
+        other = aux.pop("other")
+        results.append((_plain(grads), aux["ids"], _plain(nnx.state((model, other)))))
+        assert isinstance(other, nnx.Linear) and aux["name"] == "a"
+        assert float(model.extra[...]) == 29.0
+    assert_trees_close(*results, rtol=1e-5, atol=1e-6)
+
+
+_TWO = lambda a, b, scale: jnp.sum(a(IDS)) * jnp.sum(b(IDS) * scale)
+_LINEAR = lambda: nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+_CALLS: dict[str, Any] = {
+    # fun, (args, kwargs), argnums, how many gradients are sparse
+    "kwargs": (_mse, lambda: ((Model(),), {"y": Y, "ids": IDS}), 0, 1),
+    "tuple": (_TWO, lambda: ((Model(), Model(1), 2.0), {}), (0, 2), 1),
+    "both": (_TWO, lambda: ((Model(), Model(1), 2.0), {}), (1, 0), 2),
+    "array": (lambda t, i: jnp.sum(t[i]), lambda: ((jnp.ones((V, D)), IDS), {}), 0, 1),
+    "DiffState": (
+        _mse,
+        lambda: ((Model(), IDS, Y), {}),
+        nnx.DiffState(0, nnx.PathContains("items")),
+        1,
+    ),
+    "DiffStates": (
+        _TWO,
+        lambda: ((Model(), Model(1), 2.0), {}),
+        (nnx.DiffState(0, nnx.PathContains("head")), 1),
+        1,
+    ),
+    "tree_of_modules": (
+        lambda trees, ids: jnp.sum(trees["a"](ids)) * jnp.sum(trees["b"][0](ids)),
+        lambda: (({"a": Model(), "b": [Model(1)]}, IDS), {}),
+        0,
+        2,
+    ),
+    "shared": (
+        lambda model, ids: jnp.sum(model(ids)),
+        lambda: ((Shared(nnx.Embed(V, D, rngs=nnx.Rngs(0))), IDS), {}),
+        0,
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_arguments(name):
+    fun, make, argnums, count = _CALLS[name]
+    _, (_, grads) = _same("value_and_grad", fun, make, argnums=argnums)
+    assert len(_rows_of(grads)) == count
+    assert isinstance(grads, tuple) == isinstance(argnums, tuple)
+
+
+def test_a_state_and_a_variable():
+    graph, *_ = nnx.split(Model(), nnx.Param, ...)
+    split = lambda: nnx.split(Model(), nnx.Param, ...)[1:]
+    fun = lambda params, rest, ids: jnp.sum(nnx.merge(graph, params, rest)(ids))
+    _, grads = _same("grad", fun, lambda: ((*split(), IDS), {}))
+    assert len(_rows_of(grads)) == 1
+    fun = lambda table, ids: jnp.sum(table[...][ids] ** 2)
+    make = lambda: ((nnx.Param(jnp.arange(V * D * 1.0).reshape(V, D)), IDS), {})
+    _, grads = _same("grad", fun, make)
+    assert len(_rows_of(grads)) == 1
+
+
+@pytest.mark.window
+def test_training():
+    """Steps with `nnx.Optimizer`, under `nnx.jit`: lazy Adagrad is dense Adagrad."""
+    results = []
+    for module, tx in ((sj.nn.nnx, sj.optim.lazy), (nnx, lambda tx: tx)):
+        model = Model()
+        chain = optax.chain(optax.clip_by_global_norm(0.5), optax.adagrad(0.1))
+        optimizer = nnx.Optimizer(model, tx(chain), wrt=nnx.Param)
+        step = nnx.jit(partial(_step, module))
+        losses = [step(model, optimizer, (IDS + 5 * k) % V, Y) for k in range(4)]
+        results.append((losses, _plain(nnx.state((model, optimizer)))))
+    assert_trees_close(*results, rtol=1e-4, atol=1e-5)
+
+
+def _step(module, model, optimizer, ids, y):
+    loss, grads = module.value_and_grad(_mse)(model, ids, y)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_under_other_transformations():
+    """Second order, remat and a scan over the batch; of two calls, one in the other."""
+
+    def penalty(module):
+        def outer(model, ids, y):
+            grads = module.grad(_mse)(model, ids, y)
+            head = nnx.to_pure_dict(grads)["head"]["kernel"]
+            return jnp.sum(head**2)
+
+        return outer
+
+    results = []
+    for module in (sj.nn.nnx, nnx):
+        model = Model()
+        grads = module.grad(penalty(module))(model, IDS, Y)
+        again = module.grad(nnx.remat(_mse))(model, IDS, Y)
+        results.append((_plain(grads), _plain(again), int(model.count[...])))
+    assert_trees_close(*results, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.window
+def test_tables_are_updated_in_place():
+    model = Model()
+    optimizer = nnx.Optimizer(model, sj.optim.lazy(optax.adam(0.1)), wrt=nnx.Param)
+
+    step = nnx.jit(partial(_step, sj.nn.nnx), donate_argnums=(0, 1))
+    step(model, optimizer, IDS, Y)
+    table = model.items.embedding[...]
+    before, address = np.array(table), table.unsafe_buffer_pointer()
+    step(model, optimizer, IDS, Y)
+    table = model.items.embedding[...]
+    assert table.unsafe_buffer_pointer() == address
+    moved = np.flatnonzero((np.asarray(table) != before).any(1))
+    assert moved.tolist() == [0, 3, 7, 9]
+    assert "in place" in str(sj.explain(step)(model, optimizer, IDS, Y))
+
+
+def test_tables():
+    model, every = Model(), jnp.arange(V)[None].repeat(2, 0)
+    grad = partial(sj.nn.nnx.grad, _mse)
+    assert not _rows_of(grad()(model, every, Y))
+    only = {
+        "items": {"embedding": True},
+        "norm": {"scale": None, "bias": None},
+        "head": {"kernel": None, "bias": None},
+    }
+    is_table = lambda path, leaf: leaf.shape == (V, D)
+    for tables in (only, nnx.State(only), is_table):
+        (g,) = _rows_of(grad(tables=tables)(model, every, Y))
+        assert g.capacity == 2 * V
+    assert not _rows_of(grad(tables=False)(model, IDS, Y))
+    several = sj.nn.nnx.grad(_TWO, argnums=(0, 1), tables=(only, False))
+    assert len(_rows_of(several(model, Model(1), 1.0))) == 1
+    with pytest.raises(sj.DensifyError, match=r"model\['items'\]\['embedding'\]"):
+        sj.nn.nnx.grad(
+            lambda model: jnp.sum(model.items.embedding[...]), tables=is_table
+        )(model)
+
+
+def test_wrong_arguments():
+    model, bad = Model(), partial(sj.nn.nnx.grad, _mse)
+    bad_argnums: Any = IDS
+    for call, error, said in (
+        (lambda: sj.nn.nnx.grad(model.__call__), TypeError, "method Model.__call__"),
+        (
+            lambda: sj.nn.nnx.value_and_grad(model, bad_argnums),
+            TypeError,
+            "argnums must be",
+        ),
+        (lambda: bad(argnums=(0, 0))(model, IDS, Y), ValueError, "more than once"),
+        (lambda: bad(argnums=7)(model, IDS, Y), TypeError, r"nnx.grad: argnums=7"),
+        (lambda: bad(has_aux=True)(model, IDS, Y), TypeError, r"return \(loss, aux\)"),
+        (lambda: bad(tables={"a": True})(model, IDS, Y), ValueError, "tables= must be"),
+        (
+            lambda: sj.nn.nnx.value_and_grad(lambda m: m(IDS))(model),
+            TypeError,
+            "value_and_grad: gradients are only defined for scalar",
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            call()
