@@ -22,13 +22,13 @@ import optax
 import sparsejax as sj
 
 
-HEADS = 2
+BLOCKS, HEADS, DROPOUT = 2, 2, 0.2  # of the transformer
 
 
-def init(key, num_items, length, dim, num_blocks):
+def init(key, num_items, length, dim):
     normal = lambda key, *shape: jax.random.normal(key, shape) / np.sqrt(dim)
     keys, blocks = jax.random.split(key, 3), []
-    for own in jax.random.split(keys[2], (num_blocks, 3)):
+    for own in jax.random.split(keys[2], (BLOCKS, 3)):
         qkv, out = normal(own[0], dim, 3 * dim), jnp.zeros((dim, dim))
         wide, narrow = normal(own[1], dim, 2 * dim), normal(own[2], 2 * dim, dim)
         blocks.append((jnp.ones(dim), qkv, out, jnp.ones(dim), wide, narrow))
@@ -36,12 +36,9 @@ def init(key, num_items, length, dim, num_blocks):
     return {"items": items, "places": places, "blocks": blocks, "norm": jnp.ones(dim)}
 
 
-def norm(x, scale):
-    return jax.nn.standardize(x) * scale[None, None]
-
-
 def queries(params, items, drop):
     """A vector for each place, `[B, L, D]`: the query for the item after it."""
+    norm = lambda x, scale: jax.nn.standardize(x) * scale[None, None]
     x = drop(params["items"][items] + params["places"][None], 0)
     for n, (scale, qkv, out, scale_2, wide, narrow) in enumerate(params["blocks"]):
         heads = jnp.split(norm(x, scale) @ qkv, 3, axis=-1)
@@ -52,12 +49,11 @@ def queries(params, items, drop):
     return norm(x, params["norm"])
 
 
-def loss_fn(params, sequences, sampler, key, dropout, num_negatives):
+def loss_fn(params, sequences, sampler, key, num_negatives):
     def drop(x, number):
-        kept = jax.random.bernoulli(
-            jax.random.fold_in(key, number), 1 - dropout, x.shape
-        )
-        return jnp.where(kept, x / (1 - dropout), 0)
+        own = jax.random.fold_in(key, number)
+        kept = jax.random.bernoulli(own, 1 - DROPOUT, x.shape)
+        return jnp.where(kept, x / (1 - DROPOUT), 0)
 
     inputs, targets = sequences[:, :-1], sequences[:, 1:].reshape(-1)
     vectors = queries(params, inputs, drop).reshape(len(targets), -1)
@@ -86,7 +82,7 @@ def read_sequences(path, columns):
     sequences = [x for x in sequences if len(x) >= 4]
     if not sequences:
         sys.exit("sequence: no user has 4 items, of which the last 2 are held out.")
-    return sequences, vocabulary.sizes()[1]
+    return sequences, vocabulary.size(columns[1])
 
 
 def padded(sequences, length):
@@ -96,12 +92,10 @@ def padded(sequences, length):
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Predicts the next item of a user.")
     parser.add_argument("file", help="CSV or Parquet, lines in the order of time")
-    parser.add_argument("--columns", default="user,item", help="default: user,item")
-    parser.add_argument("--epochs", type=int, default=30)
+    parser.add_argument("--columns", default="user,item", help="their names")
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--length", type=int, default=50, help="items that are read")
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")
-    parser.add_argument("--blocks", type=int, default=2, help="of the transformer")
-    parser.add_argument("--dropout", type=float, default=0.2)
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--negatives", type=int, default=512, help="of a step")
     parser.add_argument("--lr", type=float, default=1e-3, help="of Adam")
@@ -112,21 +106,20 @@ def main(argv=None):
     counts = np.bincount(np.concatenate(past), None, num_items)
     print(f"{len(sequences):,} users, {num_items - 1:,} items, {counts.sum():,} lines")
 
-    def recall(top, place):
-        """The share of users whose item at this place is among the 10 of `top`."""
-        wanted = np.array([x[place] for x in sequences])
-        return np.mean(np.any(top == wanted[:, None], axis=1))
-
-    def recall_of_model(params, place):
-        read = [x[:place][-args.length :] for x in sequences]
-        lengths = np.array([len(x) for x in read])
-        return recall(best_items(params, padded(read, args.length), lengths), place)
+    def recall(place, params=None):
+        """The share of users whose item at this place is among the 10 best."""
+        wanted, best = np.array([x[place] for x in sequences]), np.argsort(-counts)[:10]
+        if params is not None:
+            read = [x[:place][-args.length :] for x in sequences]
+            lengths = np.array([len(x) for x in read])
+            best = best_items(params, padded(read, args.length), lengths)
+        return np.mean(np.any(best == wanted[:, None], axis=1))
 
     tx = sj.optim.lazy(optax.adam(args.lr))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch, sampler, key):
-        loss = partial(loss_fn, dropout=args.dropout, num_negatives=args.negatives)
+        loss = partial(loss_fn, num_negatives=args.negatives)
         value, grads = sj.value_and_grad(loss)(params, batch, sampler, key)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
@@ -134,11 +127,11 @@ def main(argv=None):
     pieces = [  # each with the item after it, which begins the next piece
         x[start : start + args.length + 1]
         for x in past
-        for start in range(0, max(len(x) - 1, 1), args.length)
+        for start in range(0, len(x) - 1, args.length)
     ]
     dataset = sj.data.ArrayDataset(padded(pieces, args.length + 1))
     loader = sj.data.DataLoader(dataset, args.batch, shuffle=True, drop_remainder=True)
-    params = init(jax.random.key(0), num_items, args.length, args.dim, args.blocks)
+    params = init(jax.random.key(0), num_items, args.length, args.dim)
     opt_state, number = tx.init(params), 0
     sampler = sj.losses.NegativeSampler.from_counts(counts)
     for epoch in range(1, args.epochs + 1):
@@ -146,14 +139,11 @@ def main(argv=None):
         for batch in loader:
             own = jax.random.fold_in(jax.random.key(1), number)
             params, opt_state, loss = step(params, opt_state, batch, sampler, own)
-            losses.append(loss)
-            number += 1
+            losses, number = [*losses, loss], number + 1
         loss, spent = np.mean(losses), time.perf_counter() - began
-        valid = recall_of_model(params, -2)
-        print(f"epoch {epoch}: loss {loss:.3f}, recall@10 {valid:.3f}, {spent:.1f} s")
-    popular = recall(np.argsort(-counts)[:10], -1)
-    test = recall_of_model(params, -1)
-    print(f"Test: recall@10 {test:.3f}, of popularity {popular:.3f}")
+        found = recall(-2, params)
+        print(f"epoch {epoch}: loss {loss:.3f}, recall@10 {found:.3f}, {spent:.1f} s")
+    print(f"Test: recall@10 {recall(-1, params):.3f}, of popularity {recall(-1):.3f}")
 
 
 if __name__ == "__main__":

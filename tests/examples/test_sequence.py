@@ -1,0 +1,97 @@
+"""examples/sequence.py finds the next purchases of real customers."""
+
+import re
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from examples import sequence
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+
+@pytest.fixture(autouse=True)
+def one_block(monkeypatch):
+    monkeypatch.setattr(sequence, "BLOCKS", 1)
+
+
+@pytest.mark.slow
+def test_purchases_are_found(tmp_path, shared_data, capsys):
+    lines = np.load(shared_data / "online_retail" / "online_retail.npz")
+    columns = [lines[name][:25_000] for name in ("customer", "item")]
+    path = tmp_path / "purchases.csv"
+    np.savetxt(path, np.stack(columns, 1), "%d", ",", header="who,what", comments="")
+    options = "--length 20 --dim 32 --epochs 12 --lr 5e-3 --negatives 256"
+    sequence.main([str(path), "--columns", "who,what", *options.split()])
+    found = capsys.readouterr().out.splitlines()
+    assert re.match(r"\d+ users, 2,\d+ items, 2\d,\d+ lines", found[0])
+    assert re.match(r"epoch 12: loss [\d.]+, recall@10 0.\d+, [\d.]+ s", found[-2])
+    recall, popular = map(float, re.findall(r"0\.\d+", found[-1]))
+    assert popular > 0.04 and recall > 1.5 * popular
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr(sequence, "DROPOUT", 0.0)
+    params = sequence.init(jax.random.key(0), 1000, 6, 8)
+    # A new block adds nothing; this one does.
+    change = lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape)
+    return params | {"blocks": jax.tree.map(change, params["blocks"])}
+
+
+@jax.jit
+def queries(model, items):
+    return sequence.queries(model, items, lambda x, number: x)
+
+
+def test_gradients_are_those_of_jax_and_sparse(model):
+    batch = np.random.default_rng(0).integers(1, 1000, (3, 7))
+    batch[0, 4:] = 0
+    sampler = sj.losses.NegativeSampler.uniform(1000)
+    loss = partial(sequence.loss_fn, num_negatives=16)
+    given = batch, sampler, jax.random.key(2)
+    value, grads = jax.jit(sj.value_and_grad(loss))(model, *given)
+    want, dense = jax.jit(jax.value_and_grad(loss))(model, *given)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert grads["items"].capacity == 3 * 6 + 3 * 6 + 16
+    grads["items"] = grads["items"].to_dense()
+    for found, g in zip(jax.tree.leaves(grads), jax.tree.leaves(dense)):
+        np.testing.assert_allclose(found, g, rtol=1e-3, atol=1e-5)
+
+
+def test_a_place_sees_the_items_before_it_and_no_padding(model):
+    items = np.array([[5, 6, 7, 0, 0, 0], [5, 6, 7, 8, 9, 10], [4, 6, 7, 0, 0, 0]])
+    rows = queries(model, items)
+    np.testing.assert_allclose(rows[0, :3], rows[1, :3], atol=1e-5)
+    assert np.abs(rows[0, :3] - rows[2, :3]).max(axis=1).min() > 0.01
+    best = sequence.best_items(model, items, np.array([3, 6, 3]))
+    scores = np.array(rows[np.arange(3), [2, 5, 2]] @ model["items"].T)
+    scores[:, 0] = -np.inf
+    np.testing.assert_array_equal(best, np.argsort(-scores, axis=1)[:, :10])
+
+
+def test_padding_has_no_loss(model):
+    items, key = np.array([[7, 5, 9, 4, 0, 0, 0]]), jax.random.key(2)
+    sampler = sj.losses.NegativeSampler.uniform(1000)
+    loss = jax.jit(partial(sequence.loss_fn, num_negatives=16))
+    loss, rows = loss(model, items, sampler, key), queries(model, items[:, :-1])[0, :3]
+    negatives = sampler.sample(key, 16).ids
+    scores = np.concatenate(
+        [(rows * model["items"][items[0, 1:4]]).sum(1)[:, None] + np.log(1000 / 16),
+         rows @ model["items"][negatives].T + np.log(1000 / 16)], axis=1,
+    )  # fmt: skip
+    expected = np.log(np.exp(scores).sum(1)) - scores[:, 0]
+    np.testing.assert_allclose(loss, expected.mean(), rtol=1e-4)
+
+
+def test_a_file_that_cannot_be_used(tmp_path):
+    with pytest.raises(SystemExit, match="^sequence: .* there is no file"):
+        sequence.main([str(tmp_path / "missing.csv")])
+    path = tmp_path / "short.csv"
+    path.write_text("user,item\n1,2\n1,3\n1,4\n")
+    with pytest.raises(SystemExit, match="no user has 4 items"):
+        sequence.main([str(path)])
