@@ -1,6 +1,7 @@
 """Runs the code of a page: its blocks in order, in one namespace.
 
-A block fenced as `python` is executed. One fenced as `pycon` is a session: the output
+A block fenced as `python` is executed, and one fenced as `diff` as it is after the
+change. One fenced as `pycon` is a session: the output
 is compared with the output on the page. Others (`sh`, `text`) are shown only. A
 block that imports a package of `OPTIONAL` runs where that is installed, and only such
 blocks may depend on it.
@@ -41,6 +42,12 @@ def blocks(page: pathlib.Path) -> list[Block]:
     ]
 
 
+def side(block: Block, sign: str) -> str:
+    """Returns the code of a diff before the change ("-") or after it ("+")."""
+    lines = block.code.splitlines()
+    return "\n".join(line[1:] for line in lines if line[:1] in ("", " ", sign))
+
+
 def run_page(page: pathlib.Path, **given: Any) -> dict[str, Any]:
     """Runs the blocks of a page.
 
@@ -60,9 +67,10 @@ def run_page(page: pathlib.Path, **given: Any) -> dict[str, Any]:
         wanted = set(imported) & set(OPTIONAL)
         if not all(map(importlib.util.find_spec, wanted)):
             continue
-        if block.language == "python":
+        if block.language in ("python", "diff"):
             # Empty lines before the code: a traceback then names the page's line.
-            code = "\n" * block.line + block.code
+            own = block.code if block.language == "python" else side(block, "+")
+            code = "\n" * block.line + own
             exec(compile(code, str(page), "exec"), names)
         elif block.language == "pycon":
             _run_session(block, page, names)

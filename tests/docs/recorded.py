@@ -1,6 +1,7 @@
 """The harness of the five pages that map another system's names to code.
 
-On docs/torch.md, tensorflow.md, gluon.md, paddle.md and caffe2.md, each row of a table
+On docs/torch.md and docs/tensorflow.md, and on gluon.md, paddle.md and caffe2.md in
+this folder, which no user looks for, each row of a table
 in a numbered section holds a name of the other system and the code to write instead.
 `golden/NAME.json` and `.npz` hold the answers of the other system.
 """
@@ -21,6 +22,7 @@ import sparsejax as sj
 
 
 TESTS = pages.ROOT / "tests"
+ON_THE_SITE = ("tensorflow", "torch")
 
 
 class Golden:
@@ -77,7 +79,9 @@ class Recorded(Golden):
 
     def __init__(self, name: str, golden: str = "", hidden: tuple[str, ...] = ()):
         super().__init__(golden or name)
-        self.page = pages.DOCS / f"{name}.md"
+        self.page = (
+            pages.DOCS if name in ON_THE_SITE else TESTS / "docs"
+        ) / f"{name}.md"
         self.checked: dict[str, Any] = {}
         self.rows = [
             cells

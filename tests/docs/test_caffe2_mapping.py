@@ -1,4 +1,4 @@
-"""docs/caffe2.md: its code, checked against the answers of Caffe2's operators.
+"""caffe2.md: its code, checked against the answers of Caffe2's operators.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
 inputs and arguments of an operator by name. `golden/caffe2.json` and `.npz` hold the

@@ -20,11 +20,8 @@ PAGES = sorted(pages.DOCS.rglob("*.md"))
 PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 # Other tests run these pages.
 TESTED_ELSEWHERE = {
-    "caffe2.md",
     "click_data.md",
-    "gluon.md",
     "knowledge_graph.md",
-    "paddle.md",
     "pretrained_vectors.md",
     "restart_after_failure.md",
     "scaling.md",
@@ -62,7 +59,9 @@ def test_pretrained_vectors_are_tuned(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *pages.ROOT.glob("*.md")], ids=lambda p: p.name
+    "page",
+    [*PAGES, *pages.ROOT.glob("*.md"), *(pages.ROOT / "tests" / "docs").glob("*.md")],
+    ids=lambda p: p.name,
 )
 def test_links_lead_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
@@ -81,6 +80,34 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
     moved = np.flatnonzero(np.any(np.asarray(found["params"]["items"]) != 0, axis=1))
     assert moved.tolist() == [4, 7]
     assert float(found["loss"]) == 1.0
+    (diff,) = [
+        b for b in pages.blocks(pages.ROOT / "README.md") if b.language == "diff"
+    ]
+    before: Any = {}
+    exec(pages.side(diff, "-"), before)
+    np.testing.assert_allclose(before["params"]["items"], found["params"]["items"])
+
+
+def test_the_readme_is_one_screen():
+    """Its explain output is real, and it has the length of optax's."""
+    page = pages.ROOT / "README.md"
+    assert len(page.read_text().split()) < 720
+    shown = next(b.code for b in pages.blocks(page) if "rows read" in b.code)
+    like = jax.ShapeDtypeStruct
+    params = {
+        "items": like((1_000_000, 64), jnp.float32),
+        "w": like((64,), jnp.float32),
+    }
+    batch = {"ids": jnp.array([7, 4, 7]), "y": jnp.ones(3)}
+
+    def loss_fn(params, batch):
+        rows = params["items"][batch["ids"]]
+        return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
+
+    printed = str(sj.explain(loss_fn)(params, batch))
+    place = r"at \S+\.py:\d+"
+    same = lambda text: re.sub("-{9,}", "-", re.sub(place, "at", text)).strip()
+    assert same(printed) == same(shown)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""docs/gluon.md: its code, checked against the answers of MXNet.
+"""gluon.md: its code, checked against the answers of MXNet.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
 inputs and arguments by name. `golden/mxnet.json` and `.npz` hold the answers of

@@ -1,4 +1,4 @@
-"""docs/paddle.md: its code, checked against the answers of PaddlePaddle.
+"""paddle.md: its code, checked against the answers of PaddlePaddle.
 
 The page's code blocks are executed, and each cell of its tables is evaluated with the
 inputs and arguments by name. `golden/paddle.json` and `.npz` hold the answers of

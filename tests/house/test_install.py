@@ -55,7 +55,7 @@ def test_the_readme_of_a_release_has_no_relative_links():
     links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
     home = PROJECT["urls"]["Repository"]
     raw = home.replace("github.com", "raw.githubusercontent.com")
-    assert len(links) > 20
+    assert len(links) > 15
     for image, link in links:
         base = f"{raw}/main/" if image else f"{home}/blob/main/"
         assert link.startswith(base), link

@@ -16,7 +16,7 @@ REPOSITORY = PROJECT["urls"]["Repository"]
 GITHUB = pages.ROOT / ".github"
 # What is read or run where there is no pyproject.toml states the address again.
 STATE_THE_ADDRESS = (
-    r"pyproject\.toml|CITATION\.cff|docs/install\.md|notebooks/.*\.ipynb"
+    r"pyproject\.toml|CITATION\.cff|README\.md|docs/install\.md|notebooks/.*"
 )
 
 

@@ -62,7 +62,7 @@ def main(keep: str | None = None) -> None:
         pip = ("-m", "pip", "install", "-q", "--disable-pip-version-check")
         _run(python, *pip, "--no-compile", wheel)
         blocks = pages.blocks(ROOT / "README.md")
-        code = "\n".join(x.code for x in blocks if x.language == "python")
+        (code,) = (pages.side(x, "+") for x in blocks if x.language == "diff")
         print(_run(python, "-I", "-c", code + CHECK), end="")
         if keep:
             (ROOT / keep).mkdir(exist_ok=True)
