@@ -2,7 +2,8 @@
 
 The environment is set before JAX is imported: 8 devices made of the CPU, so that
 sharding is tested everywhere. A variable that the caller has set stays, so
-`JAX_PLATFORMS=cuda,cpu pytest -m gpu` runs on a GPU.
+`JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false make test` runs on a GPU, where
+the fixtures `cpu_backend` and `eight_devices` skip what a single GPU cannot show.
 
 Compiled programs are kept in `.jax_cache` from one run to the next, and are shared by
 the processes of one run.
@@ -224,11 +225,6 @@ def _values(item):
     return {(test, place, part) for place, part in enumerate(spec._idlist)}
 
 
-def pytest_runtest_setup(item):
-    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
-        pytest.skip("needs a GPU")
-
-
 # ------------------------------------------------------------------ fixtures
 
 
@@ -251,6 +247,17 @@ def eight_devices():
     """Skips the test on a machine with fewer devices, such as one GPU."""
     if jax.device_count() < 8:
         pytest.skip("needs 8 devices")
+
+
+@pytest.fixture
+def cpu_backend():
+    """Skips the test where it does not run on a CPU.
+
+    For tests of the program that XLA makes for a CPU, and of the last bit of a number:
+    a GPU adds a product without rounding it, and its quotients may be off by one.
+    """
+    if jax.default_backend() != "cpu":
+        pytest.skip("of a CPU's programs and bits")
 
 
 @pytest.fixture(autouse=True)

@@ -65,7 +65,8 @@ def _train(tx, grads, jit, steps=2):
 
 def _assert_as_dense(tx, lift=lazy, jit=True):
     found = _train(lift(tx), _grads(), jit)
-    wanted = _train(tx, to_dense(_grads()), jit=True)
+    # A GPU's programs round fewer numbers of 16 bits than operations by themselves.
+    wanted = _train(tx, to_dense(_grads()), jit)
     for tree in (found, wanted):
         tree["in"] = jax.tree.map(lambda t: t[np.array(ROWS)], tree["in"])
     assert_trees_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -89,7 +89,7 @@ READS = {
 }
 
 
-@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.usefixtures("loose_promotion", "cpu_backend")
 @pytest.mark.parametrize("read", READS)
 @pytest.mark.parametrize("name, keeps_rows", [("sgd", False), ("adam", True)])
 def test_the_rows_read_and_their_cotangents_share_memory(name, keeps_rows, read):

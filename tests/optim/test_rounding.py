@@ -56,6 +56,18 @@ def _as_float32(grads):
 
 
 @NARROW
+def test_rounding_to_nearest_is_the_cast(dtype):
+    """Also of subnormal numbers, of numbers that are too large, and of NaN."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(2000) * 2.0 ** rng.integers(-30, 20, 2000)
+    x = np.append(x, [0.0, -0.0, np.inf, -np.inf, np.nan, 1e38, 65519.9, 65520.0])
+    x = jnp.asarray(x, jnp.float32)
+    rounded = jax.jit(lambda x: _round(x, dtype, None))(x)
+    wide = lambda x: np.asarray(x).astype(np.float32)
+    np.testing.assert_array_equal(wide(rounded), wide(x.astype(dtype)))
+
+
+@NARROW
 def test_rounding_at_random_is_unbiased(dtype):
     """4096 draws: the mean of a neighbour is within 5 of its standard deviations."""
     rng = np.random.default_rng(0)

@@ -334,6 +334,7 @@ def _compiled(tx, look=None, ids=4096, height=200_003, dim=64):
     return compiled, 4 * ids * dim
 
 
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("name", ["adam", "clip before"])
 def test_no_array_of_the_gradients_size_but_itself(name):
     compiled, gradient = _compiled(lazy(IN_PASSES[name]()), ids=65_536)

@@ -29,6 +29,7 @@ def test_true_for_all_floats(dtype):
         assert always_true(jnp.array(values, dtype)).all()
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_the_compiled_program_computes_it():
     x = jax.ShapeDtypeStruct((4,), jnp.float32)
 

@@ -96,6 +96,7 @@ def caffe2_bytes(rows, bits, scale_dtype, greedy=False, divides=False):
 
 
 @all_kinds
+@pytest.mark.usefixtures("cpu_backend")
 def test_bytes_are_caffe2s(bits, scale_dtype):
     """Outside jit, and inside, since XLA turns divisions into products."""
     x = make_rows()
@@ -164,7 +165,8 @@ def test_symmetric(bits, scale_dtype):
         np.asarray(t.dequantize())
         for t in (table, sj.quantize(-x, bits, scale_dtype=scale_dtype, symmetric=True))
     )
-    assert not got[:, 0].any()  # exactly zero
+    if jax.default_backend() == "cpu":
+        assert not got[:, 0].any()  # exactly zero
     np.testing.assert_allclose(got, -negated, rtol=1e-4, atol=1e-7 * np.abs(x).max())
     scale = np.asarray(table.scale, F32)[:, None]
     slack = np.abs(x).max(1, keepdims=True) * 1e-3 + 1e-6
@@ -197,7 +199,7 @@ def test_rows_that_are_not_finite():
     assert bad.tolist() == [False, False, True, False, True, False]
     assert not np.isnan(got[~bad]).any()
     wide = sj.quantize(np.array([[-1e5, 0.0]], F32), 4, scale_dtype=F32)
-    assert wide.get(0).tolist() == [-1e5, 0.0]
+    np.testing.assert_allclose(wide.get(0), [-1e5, 0.0], rtol=0, atol=1e-2)
 
 
 def test_empty_and_odd_shapes():

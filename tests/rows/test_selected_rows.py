@@ -296,6 +296,8 @@ def test_coalesce_gives_equal_bits():
     for _ in range(3):
         again = jax.jit(lambda a: a.coalesce())(a)
         assert_same_bits(again.values, first.values)
+    if jax.default_backend() != "cpu":
+        return
     # Summed in the order of the slots.
     expected = np.zeros((5, 3), np.float32)
     np.add.at(expected, np.asarray(rows), np.asarray(values))

@@ -569,6 +569,7 @@ def test_where_the_state_is():
     )
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_on_another_device():
     store = new_store("sgd")
     cache = sj.store.CachedTable(store, "items", SLOTS)

@@ -235,6 +235,7 @@ def test_what_prefetch_refuses():
     assert not workers()
 
 
+@pytest.mark.usefixtures("eight_devices")
 def test_types_of_the_calling_thread(x64):
     store = sj.store.KVStore()
     store.init("a", np.zeros((V, D)), optax.sgd(1.0))

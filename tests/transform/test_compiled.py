@@ -173,6 +173,7 @@ def test_a_segmented_bag_is_one_loop_of_pieces():
         assert not {"sqrt", "divide", "scatter"} & set(pieces), pieces
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_ids_out_of_range_are_counted_only_if_there_are_any():
     """On a CPU, for the scatter takes a tenth of the time of a ragged bag."""
     bags = lambda table, ids, segments: sj.embedding_bag(table, ids, segments, 512)

@@ -136,6 +136,7 @@ def test_a_gradient_that_is_made_dense():
     assert "`add` at" in found.advice[0] and "test_step.py" in found.advice[0]
 
 
+@pytest.mark.usefixtures("cpu_backend")
 def test_the_old_table_is_read_after_the_update():
     read = lambda old, new: jnp.sum(old["table"][jnp.array([5, 9])])
     line = read.__code__.co_firstlineno

@@ -15,7 +15,12 @@ from sparsejax import _compat
 
 
 pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
-close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def close(a, b, *, narrow=False):
+    # A GPU's programs differ in how they round what is computed in 32 bits.
+    tolerance = 1e-5 if narrow and jax.default_backend() != "cpu" else 1e-9
+    np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
 def to_dense(g):
@@ -151,13 +156,13 @@ def _assert_sparse_and_equal(found, want):
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_under_vmap_and_scan(name, x64):
     vmapped, scanned, want = _transformed(name)["vmap"]
-    close(vmapped, want)
-    close(scanned, want)
+    close(vmapped, want, narrow=name == "cast")
+    close(scanned, want, narrow=name == "cast")
 
 
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_second_order(name, x64):
-    close(*_transformed(name)["second"])
+    close(*_transformed(name)["second"], narrow=name == "cast")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

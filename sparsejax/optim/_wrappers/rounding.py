@@ -262,7 +262,12 @@ def _apply_to_quantized(
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
     """Rounds float32 to a 16-bit dtype: to nearest, or stochastically with a key."""
-    nearest = x.astype(dtype)
+    # Where excess precision is allowed, as on GPUs, XLA drops a cast to 16 bits and back,
+    # but no reduce_precision. It would flush the subnormal numbers of float16 to zero.
+    info = jnp.finfo(dtype)
+    reduced = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, info.nmant)
+    is_normal = jnp.abs(x) >= info.smallest_normal.astype(x.dtype)
+    nearest = jnp.where(is_normal, reduced, x).astype(dtype)
     if key is None:
         return nearest
     # Without the sign, the bits of a float read as an integer are ordered like its
