@@ -2,8 +2,8 @@
 
 The environment is set before JAX is imported: 8 devices made of the CPU, so that
 sharding is tested everywhere. A variable that the caller has set stays, so
-`JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false make test` runs on a GPU, where
-the fixtures `cpu_backend` and `eight_devices` skip what a single GPU cannot show.
+`JAX_PLATFORMS=cuda,cpu make test` runs on a GPU (CONTRIBUTING.md). There the fixtures
+`cpu_backend` and `eight_devices` skip what a single GPU cannot show.
 
 Compiled programs are kept in `.jax_cache` from one run to the next, and are shared by
 the processes of one run.

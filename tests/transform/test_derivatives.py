@@ -203,7 +203,7 @@ def test_memory_of_a_step(tx, name):
     compiled = compile_as_users_do(step.lower(*args))
     memory = compiled.memory_analysis()
     assert memory is not None
-    # A GPU's scatter reads the other table's rows itself: each update waits for the other.
+    # A GPU's scatter reads the rows of the other table: each has to come first.
     if name != "pairs of two tables" or jax.default_backend() == "cpu":
         assert_no_copies(compiled.as_text(), params["t"])
     rows = memory.temp_size_in_bytes / (4 * n * d)

@@ -262,8 +262,8 @@ def _apply_to_quantized(
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
     """Rounds float32 to a 16-bit dtype: to nearest, or stochastically with a key."""
-    # Where excess precision is allowed, as on GPUs, XLA drops a cast to 16 bits and back,
-    # but no reduce_precision. It would flush the subnormal numbers of float16 to zero.
+    # Where excess precision is allowed, as on GPUs, XLA drops a cast to 16 bits and
+    # back. It keeps reduce_precision, which flushes subnormal numbers to zero.
     info = jnp.finfo(dtype)
     reduced = jax.lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, info.nmant)
     is_normal = jnp.abs(x) >= info.smallest_normal.astype(x.dtype)
