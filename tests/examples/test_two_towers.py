@@ -1,0 +1,57 @@
+"""examples/two_towers.py retrieves real purchases, from ids, a country and words."""
+
+import re
+
+import numpy as np
+import pytest
+
+from examples import two_towers
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+
+@pytest.mark.slow
+def test_purchases_are_retrieved(tmp_path, shared_data, capsys):
+    folder = shared_data / "online_retail"
+    data = {k: x[:60_000] for k, x in np.load(folder / "online_retail.npz").items()}
+    items = [x.split("\t") for x in (folder / "items.tsv").read_text().splitlines()]
+    path, names = tmp_path / "purchases.csv", ("invoice", "customer", "country", "item")
+    with path.open("w") as file:
+        file.write("invoice,customer,country,item,text\n")
+        for invoice, customer, country, item in zip(*(data[k].tolist() for k in names)):
+            code, text = items[item]
+            file.write(f'{invoice},{customer},{country},{code},"{text}"\n')
+    options = "--user customer,country --item item --text text --basket invoice"
+    options += " --dim 32 --batch 512 --epochs 4"
+    two_towers.main([str(path), *options.split()])
+    found = capsys.readouterr().out.splitlines()
+    assert re.match(r"1,5\d\d users, 2,7\d\d items, 60,000 lines", found[0])
+    recall, popular = map(float, re.findall(r"0\.\d+", found[-1]))
+    assert popular == pytest.approx(0.05, abs=0.002), found
+    assert recall > 1.15 * popular
+
+
+def test_a_history_ends_before_the_basket():
+    users = np.array([1, 1, 2, 1, 2, 1])
+    items = np.array([10, 11, 20, 12, 21, 13])
+    baskets = np.array([1, 1, 2, 3, 2, 4])
+    found, is_last = two_towers.histories(users, items, baskets)
+    rows = [row[row > 0].tolist() for row in found]
+    assert rows == [[], [], [], [10, 11], [], [10, 11, 12]]
+    assert is_last.tolist() == [False, False, True, False, True, True]
+    alone, _ = two_towers.histories(np.ones(30, int), np.arange(1, 31), np.arange(30))
+    assert alone[-1].tolist() == list(range(10, 30))  # the latest
+
+
+def test_words_of_a_text(tmp_path):
+    path = tmp_path / "lines.csv"
+    path.write_text("u,i,t\n7,a,RED  mug\n8,b,\n7,a,RED  mug\n8,c,red " + "x " * 9)
+    data, sizes = two_towers.read(path, ["u"], ["i"], ["t"], [])
+    assert sizes == {"u": 3, "i": 4, "t": 4} and data["t"].shape == (4, 8)
+    assert data["i"].tolist() == [1, 2, 1, 3]
+    red, mug = data["t"][0, :2]
+    assert (
+        red > 0 < mug != red and not data["t"][1].any() and not data["t"][0, 2:].any()
+    )
+    assert data["t"][3].tolist() == [red] + [data["t"][3, 1]] * 7
