@@ -11,12 +11,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-import jax
-
-from sparsejax import _arguments, _compat
-from sparsejax.transform.interpreter import Reads, Run, walk
-from sparsejax.transform.table import TableRef
-from sparsejax.transform.trace import check_fun, makes_views
+from sparsejax.transform.forward import run_forward
+from sparsejax.transform.trace import check_fun
 
 
 P = ParamSpec("P")
@@ -63,28 +59,6 @@ def forward(fun: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fun)
     def forward_fun(*args: P.args, **kwargs: P.kwargs) -> Any:
-        leaves, tree = jax.tree_util.tree_flatten((args, kwargs))
-        is_input = [_arguments.is_array(x) for x in leaves]
-        inputs = [x for x, dynamic in zip(leaves, is_input) if dynamic]
-        out_tree: Any = None
-        out_leaves: list[Any] = []  # None in place of each array
-
-        def flat(*xs):
-            nonlocal out_tree
-            arrays = iter(xs)
-            full = [next(arrays) if d else x for x, d in zip(leaves, is_input)]
-            args, kwargs = jax.tree_util.tree_unflatten(tree, full)
-            found, out_tree = jax.tree_util.tree_flatten(call(*args, **kwargs))
-            out_leaves[:] = [None if _arguments.is_array(x) else x for x in found]
-            return [x for x in found if _arguments.is_array(x)]
-
-        with makes_views(True):
-            jaxpr, consts = _compat.trace(flat, *inputs)
-        live = (True,) * len(jaxpr.outvars)
-        # `Reads` without deltas, so that the walk runs all equations.
-        outs = walk(Run({}), Reads(()), jaxpr, [*consts, *inputs], live)
-        arrays = (x.materialize() if isinstance(x, TableRef) else x for x in outs)
-        full = [next(arrays) if x is None else x for x in out_leaves]
-        return jax.tree_util.tree_unflatten(out_tree, full)
+        return run_forward(call, *args, **kwargs)
 
     return forward_fun

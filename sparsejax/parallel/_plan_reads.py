@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.parallel._table import ShardedTable
-from sparsejax.transform.interpreter import Reads
 from sparsejax.transform.plan import find_tables
+from sparsejax.transform.read_ids import ids_program
 from sparsejax.transform.trace import trace_call
 
 
@@ -78,16 +78,16 @@ def _ids_of(plan: Any) -> list[np.ndarray] | None:
 
     Only the equations that make ids are run, so that tables may be abstract.
     """
-
-    def collect(inputs):
-        reads = Reads(plan.zero_deltas())
-        plan.walk(inputs, reads)
-        return list(reads.ids)
-
     inputs = plan.call.inputs
-    jaxpr, consts, is_used = _compat.only_needed(*_compat.trace(collect, inputs))
-    args = [x for x, used in zip(inputs, is_used) if used]
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in (*consts, *args)):
+    deltas = jax.eval_shape(plan.zero_deltas)
+    program = ids_program(plan.walk, deltas, inputs)
+    inputs = [x for x, needed in zip(inputs, program.needs_input) if needed]
+    known = *program.consts, *inputs
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in known):
         return None
-    run = functools.partial(_compat.eval_jaxpr, jaxpr, consts)
-    return [np.asarray(x) for x in jax.jit(run)(*args)]
+    zeros = [
+        jnp.zeros(x.shape, x.dtype)
+        for x, needed in zip(deltas, program.needs_delta)
+        if needed
+    ]
+    return [np.asarray(x) for x in jax.jit(program.run)(zeros, inputs)]

@@ -464,19 +464,14 @@ class _ShardedReader(RowReader):
         return _read(table, put_on_mesh(_VIEW, table, ids), record)
 
     def bag_sum(
-        self,
-        ctx: Any,
-        ref: TableRef,
-        ids: jax.Array,
-        weights: jax.Array | None,
-        segment_ids: jax.Array | None,
-        num_bags: int,
+        self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
         """As `RowReader.bag_sum`."""
         owners = owners_of(self.table(ref.array))
         read_rows = lambda ids: ctx.read(ref, ids, drop=False)
+        weights, segment_ids = spec.weights(rest), spec.segment_ids(rest)
         return _bags.sum_bags(
-            owners, read_rows, ref.height, ids, weights, segment_ids, num_bags
+            owners, read_rows, ref.height, ids, weights, segment_ids, spec.num_bags
         )
 
     def refuse(self, ref: TableRef, use: str) -> NoReturn:

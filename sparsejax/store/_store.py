@@ -20,9 +20,10 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
-from sparsejax.store import _saving
+from sparsejax.store import _pulled_calls, _saving
 from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
+from sparsejax.store._leaf import StoredTable
 from sparsejax.store._make import make_table, own_path
 from sparsejax.store._mesh import Devices, of_all_processes
 from sparsejax.store._requested_rows import (
@@ -33,9 +34,14 @@ from sparsejax.store._requested_rows import (
     slots_of,
 )
 from sparsejax.store._table import Table, TableStats, closed
+from sparsejax.store._train_step import Access, TrainStep
+from sparsejax.transform.trace import check_fun
 
 
 Batch = TypeVar("Batch")
+T = TypeVar("T")
+# `f(name, count, height)`: the slots for `count` distinct rows of a table.
+Slots = Callable[[str, int, int], int]
 
 _CALL = "sparsejax.store.KVStore"
 _EXACT: Any = object()  # a capacity: as many slots as distinct rows
@@ -74,6 +80,8 @@ class KVStore:
       `keys=KeyPolicy()`.
     - `pull`, `push`: move rows to the device, and their gradient back.
     - `prefetch`: batches with their rows, read while the previous step runs.
+    - `store["name"]`: a table in a tree of parameters. `value_and_grad`, `train_step`
+      and `forward` run functions of such trees on the rows that they read.
     - `assign`, `pull_all`: set rows; read all rows.
     - `save`, `load`: all tables, to and from a file.
     - `names`, `spec`, `is_trainable`, `stats`: the tables, their shapes and
@@ -123,6 +131,14 @@ class KVStore:
 
     def __contains__(self, name: object) -> bool:
         return name in self._tables
+
+    def __getitem__(self, name: str) -> StoredTable:
+        """A table in a tree of parameters, see `StoredTable`."""
+        table = self._table(f"{_CALL}[name]", name)
+        return StoredTable(self, name, table.whole_shape, table.dtype)
+
+    # Without this, Python would iterate by `self[0], self[1], ...`.
+    __iter__ = None
 
     def __repr__(self) -> str:
         tables = (
@@ -533,18 +549,19 @@ class KVStore:
         if isinstance(capacity, Mapping):
             for name in capacity:
                 self._table(call, name)  # an unknown name would have no effect
-        return self._prefetch(batches, ids_of, depth, capacity, mode)
+        slots = _slots_given(call, capacity)
+        return self._prefetch(call, batches, ids_of, depth, lambda _: slots, mode)
 
     def _prefetch(
         self,
+        call: str,
         batches: Iterable[Any],
         ids_of: Callable[[Any], Any],
         depth: int,
-        capacity: int | Mapping[str, int] | None,
-        mode: str,
+        slots_of: Callable[[Any], Slots],
+        mode: str = "drop",
     ) -> Generator[tuple[Any, Any]]:
         """The iterator that `prefetch` returns."""
-        call = f"{_CALL}.prefetch"
 
         def prepare(batch):
             ids = ids_of(batch)
@@ -559,15 +576,13 @@ class KVStore:
                 ids = {self.names()[0]: ids}
             ids = {name: self._merged(call, name, some) for name, some in ids.items()}
 
-            def slots(name):
-                return capacity.get(name) if isinstance(capacity, Mapping) else capacity
+            slots = slots_of(batch)
 
             def work():
                 found: list[_Pulled] = []
                 try:
                     for name, some in ids.items():
-                        slots_of = slots(name)
-                        found.append(self._read_early(call, name, some, slots_of, mode))
+                        found.append(self._read_early(call, name, some, slots, mode))
                 except BaseException:  # the rows that were read are in flight no more
                     for pulled in found:
                         pulled.table.drop(pulled.early)
@@ -594,7 +609,7 @@ class KVStore:
                 ahead.fill(depth)
                 pulled = handed_out.result()
                 self._queue.raise_error()
-                found = {x.table.name: self._on_device(x) for x in pulled}
+                found = self._on_device(pulled)
                 yield batch, (next(iter(found.values())) if is_alone else found)
             self._queue.submit(lambda: None).result()  # wait for the last pushes
             self._queue.raise_error()
@@ -604,6 +619,208 @@ class KVStore:
                 for _, _, early in ahead.rest():
                     self._queue.submit(functools.partial(_drop, early))
                 self._queue.stop_worker()
+
+    # -- functions of trees with tables -----------------------------------------------
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        *,
+        capacity: int | Mapping[str, int] | None = None,
+        tables: PyTree = False,
+    ) -> Callable[..., tuple[Any, Any]]:
+        """`jax.value_and_grad` of a function of parameters with tables of this store.
+
+        Two lines change for a table that does not fit on the device: `store["items"]`
+        takes the place of its array, and `store.value_and_grad` the place of
+        `jax.value_and_grad`. The function does not change. It may read tables by
+        `table[ids]`, `jnp.take`, `sparsejax.lookup`, `embedding_bag`, `dot`, layers of
+        `sparsejax.nn`, flax and equinox, inside `jit`, `vmap`, `scan`, `cond` and
+        `checkpoint`, in several places.
+
+        With arguments of new shapes, the result traces `fun` and cuts out the program
+        that computes the ids of every read. At each call it
+
+        1. runs that program on the host;
+        2. pulls the distinct rows of all tables, in one batch;
+        3. runs `value_and_grad` of `fun` on these rows, compiled.
+
+        A table T that is read at ids I has the gradient
+
+          SelectedRows(rows=unique(I), values=[dL/dT[i] for i in unique(I)])
+
+        and the store's optimizer is applied to it by `push`. Ids out of range read what
+        they read in an array. `train_step` does all of this and the update.
+
+        Args:
+          fun: a function with a scalar float output, or `(scalar, aux)`. It is traced
+            as under `jit`. Arguments that are not arrays are constants; other values
+            compile it again.
+          argnums: int or tuple of ints, the arguments to differentiate. A table of
+            another argument is read without a gradient.
+          has_aux: True if `fun` returns `(loss, aux)`.
+          capacity: the number of rows of a table that a batch may read, or a dict of
+            one per table; more is an error. By default it is measured: a quarter more
+            than the distinct rows of the first batch, rounded up to a power of two, at
+            most the number of ids. It grows if a batch needs more, and then compiles
+            again. New ids alone never do.
+          tables: which of the other parameters, arrays on the device, get a sparse
+            gradient, as in `sparsejax.value_and_grad`. By default none.
+
+        Returns:
+          A function of the same arguments that returns `(value, gradient)`, or
+          `((value, aux), gradient)`. The gradient has the structure of the argument,
+          with a SelectedRows in place of each table. If a table is in several places,
+          each has the gradient of its own reads; push them as a list.
+
+        Raises:
+          DensifyError: `fun` uses all rows of a table.
+          TypeError: no table is among the arguments, or an argument is traced.
+          ValueError: the ids of a read depend on rows of a table of the store; a batch
+            reads more rows than `capacity`. Nothing has changed.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("items", (1_000_000, 2), optax.sgd(0.5))
+          >>> def loss_fn(params, ids):
+          ...     return jnp.sum((params["items"][ids] * params["w"] - 1.0) ** 2)
+          >>> params = {"items": store["items"], "w": jnp.ones(2)}
+          >>> loss, grads = store.value_and_grad(loss_fn)(params, jnp.array([7, 5]))
+          >>> loss, grads["w"]
+          (Array(4., dtype=float32), Array([0., 0.], dtype=float32))
+          >>> grads["items"].rows[:2]
+          Array([5, 7], dtype=int32)
+          >>> store.push("items", grads["items"])
+          >>> store.pull("items", [7]).values[0]
+          Array([1., 1.], dtype=float32)
+
+        References:
+          MXNet, `gluon.Trainer` with row-sparse parameters; TensorFlow Recommenders
+          Addons, `dynamic_embedding.Variable`.
+        """
+        call = f"{_CALL}.value_and_grad"
+        numbers = check_fun(call, fun, argnums, has_aux)
+        slots = self._capacities(call, capacity)
+
+        def body(rows, arguments, _):
+            args, kw = arguments
+            value, grads, found = _pulled_calls.gradient(
+                call, fun, numbers, has_aux, tables, rows, args, kw
+            )
+            return value, _pulled_calls.put_gradients(grads, [g for _, g in found])
+
+        return self._on_pulled_rows(call, fun, body, slots)
+
+    def forward(
+        self,
+        fun: Callable[..., T],
+        *,
+        capacity: int | Mapping[str, int] | None = None,
+    ) -> Callable[..., T]:
+        """Runs a function of parameters with tables of this store, without a gradient.
+
+        For evaluation and serving. It pulls rows as `value_and_grad` does.
+
+        Args:
+          fun: a function of trees, traced as under `jit`.
+          capacity: as in `value_and_grad`.
+
+        Returns:
+          A function of the same arguments that returns the same.
+
+        Raises:
+          DensifyError, TypeError, ValueError: as `value_and_grad`.
+
+        Example:
+          >>> import jax.numpy as jnp, optax, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("items", jnp.arange(8.0).reshape(4, 2), None)
+          >>> mean = store.forward(lambda params, ids: params["items"][ids].mean(0))
+          >>> mean({"items": store["items"]}, jnp.array([3, 1]))
+          Array([4., 5.], dtype=float32)
+        """
+        call = f"{_CALL}.forward"
+        check_fun(call, fun)
+        slots = self._capacities(call, capacity)
+
+        def body(rows, arguments, _):
+            return _pulled_calls.forward(call, fun, rows, *arguments)
+
+        return self._on_pulled_rows(call, fun, body, slots)
+
+    def train_step(
+        self,
+        fun: Callable[[Any, Any], Any],
+        tx: optax.GradientTransformation,
+        has_aux: bool = False,
+        *,
+        capacity: int | Mapping[str, int] | None = None,
+        tables: PyTree = False,
+        donate: bool = True,
+    ) -> TrainStep:
+        """The training step of parameters with tables of this store.
+
+        See `TrainStep`. Its `prefetch` reads the rows of the next batch while a step
+        runs.
+
+        Args:
+          fun: `(params, batch) -> loss`, or `(loss, aux)`, as in `value_and_grad`.
+          tx: an optax transformation for the arrays among `params`. The tables have
+            their own, given to `init`; a table made with `tx=None` does not change.
+          has_aux, capacity: as in `value_and_grad`.
+          tables: as in `value_and_grad`; `tx` must then be `lazy`.
+          donate: True if `params` and `opt_state` are donated at each step.
+
+        Returns:
+          A `TrainStep`.
+
+        Raises:
+          TypeError: `fun` is not a function, or `tx` not a transformation.
+          KeyError: `capacity` has a table that does not exist.
+        """
+        call = f"{_CALL}.train_step"
+        self._check_open(call)
+        self._capacities(call, capacity)
+        access = Access(self, self._pull_tables, self._prefetch)
+        return TrainStep(access, fun, tx, has_aux, capacity, tables, donate)
+
+    def _on_pulled_rows(
+        self,
+        call: str,
+        fun: Callable[..., Any],
+        body: Callable[..., Any],
+        capacities: _pulled_calls.Capacities,
+    ) -> Callable[..., Any]:
+        """`body(rows, (args, kwargs), ())` as a function of the arguments of `fun`."""
+        row_ids = _pulled_calls.RowIds(call, self, lambda a: fun(*a[0], **a[1]))
+        run = _pulled_calls.jitted(body)
+        nothing = _pulled_calls.split(call, ())
+
+        @functools.wraps(fun)
+        def on_pulled_rows(*args, **kwargs):
+            self._check_open(call)
+            part = _pulled_calls.split(call, (args, kwargs))
+            counts = row_ids.program(part).counts
+            slots = lambda name, count, height: capacities.choose(
+                call, name, count, height, counts[name]
+            )
+            rows = self._pull_tables(call, row_ids.of(part), slots)
+            return run(rows, part, nothing)
+
+        return on_pulled_rows
+
+    def _capacities(self, call: str, capacity: Any) -> _pulled_calls.Capacities:
+        """Checks `capacity`, an int or None, or a dict of them."""
+        given = capacity if isinstance(capacity, Mapping) else {None: capacity}
+        for name, size in given.items():
+            if name is not None:
+                self._table(call, name)  # an unknown name would have no effect
+            if size is not None:
+                _arguments.check_capacity(call, size)
+        return _pulled_calls.Capacities(capacity)
 
     # -- all rows ---------------------------------------------------------------------
 
@@ -762,17 +979,27 @@ class KVStore:
     def _pull(
         self, call: str, name: str, ids: Any, capacity: int | None, mode: str
     ) -> SelectedRows:
-        ids = self._merged(call, name, ids)
+        slots = _slots_given(call, capacity)
+        return self._pull_tables(call, {name: ids}, slots, mode)[name]
+
+    def _pull_tables(
+        self, call: str, ids: Mapping[str, Any], slots: Slots, mode: str = "drop"
+    ) -> dict[str, SelectedRows]:
+        """The rows of the ids of several tables, in one turn of the queue."""
+        ids = {name: self._merged(call, name, some) for name, some in ids.items()}
 
         def work():
-            pulled = self._read_early(call, name, ids, capacity, mode)
-            pulled.table.drop(pulled.early)
-            return pulled
+            found = []
+            for name, some in ids.items():
+                pulled = self._read_early(call, name, some, slots, mode)
+                pulled.table.drop(pulled.early)
+                found.append(pulled)
+            return found
 
         return self._on_device(self._run(call, work))
 
     def _read_early(
-        self, call: str, name: str, ids: Any, capacity: int | None, mode: str
+        self, call: str, name: str, ids: Any, slots: Slots, mode: str
     ) -> _Pulled:
         """Reads the rows of `ids`, which are in flight from now on; in the queue."""
         table = self._table(call, name)
@@ -780,15 +1007,12 @@ class KVStore:
         began = time.perf_counter()
         owners = table.owners
         rows = distinct_rows(call, name, ids, owners.height, mode)
-        if capacity is _EXACT:
-            capacity = rows.size
-        else:
-            capacity = capacity_for(call, name, rows.size, owners.height, capacity)
+        capacity = slots(name, rows.size, owners.height)
         own = owners.localize(rows)
         own = own[own < table.height]
         # For a mesh the rows are padded when they are copied to its devices.
-        slots = capacity if self._devices is None else own.size
-        early = table.read_early(own, slots, with_state=False)
+        size = capacity if self._devices is None else own.size
+        early = table.read_early(own, size, with_state=False)
         table.pulls += 1
         table.pulled_rows += own.size
         table.pull_seconds += time.perf_counter() - began
@@ -801,17 +1025,28 @@ class KVStore:
             return ids
         return self._devices.merge_ids(call, name, ids, table.owners.height)
 
-    def _on_device(self, pulled: _Pulled) -> SelectedRows:
+    def _on_device(self, pulled: Sequence[_Pulled]) -> dict[str, SelectedRows]:
         """Pulled rows as arrays; nothing writes to their buffers any more."""
+        found = {x.table.name: self._slots_and_values(x) for x in pulled}
+        if self._devices is None:
+            # One copy of all tables. The CPU device may use these buffers in place.
+            found = jax.device_put(found)
+        heights = {x.table.name: x.table.owners.height for x in pulled}
+        return {
+            name: SelectedRows(rows, values, heights[name])
+            for name, (rows, values) in found.items()
+        }
+
+    def _slots_and_values(self, pulled: _Pulled) -> tuple[Any, Any]:
+        """The rows and values of a SelectedRows; on the host without a mesh."""
         owners, rows = pulled.table.owners, pulled.rows
         (values,) = pulled.early.buffers
         if self._devices is not None:
-            return self._devices.replicate(owners, rows, values, pulled.capacity)
+            found = self._devices.replicate(owners, rows, values, pulled.capacity)
+            return found.rows, found.values
         slots = np.full((pulled.capacity,), owners.height, rows.dtype)
         slots[: rows.size] = rows
-        # The CPU device may use these buffers in place.
-        slots, values = jax.device_put((slots, values))
-        return SelectedRows(slots, values, owners.height)
+        return slots, values
 
     def _on_one_device(self, *arrays: Any) -> list[Any]:
         """Arrays of a step over the mesh, each whole on one device."""
@@ -847,6 +1082,19 @@ class KVStore:
             raise KeyError(
                 f"{call}: there is no table {name!r}, {known}. Call init first."
             ) from None
+
+
+def _slots_given(call: str, capacity: Any) -> Slots:
+    """The slots of `pull` and `prefetch`: given, or the next power of two."""
+
+    def slots(name, count, height):
+        if capacity is _EXACT:
+            return count
+        by_name = isinstance(capacity, Mapping)
+        given = capacity.get(name) if by_name else capacity
+        return capacity_for(call, name, count, height, given)
+
+    return slots
 
 
 def table_of(call: str, store: KVStore, name: Any) -> Table:

@@ -69,15 +69,14 @@ class RowReader:
         raise NotImplementedError
 
     def bag_sum(
-        self,
-        ctx: Any,
-        ref: TableRef,
-        ids: jax.Array,
-        weights: jax.Array | None,
-        segment_ids: jax.Array | None,
-        num_bags: int,
+        self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
-        """The sums of rows that `sparsejax._lookup.bag_sum` returns."""
+        """The sums of rows of `sparsejax._lookup.bag_sum`.
+
+        Args:
+          ctx, ref, ids: as in `read`.
+          rest, spec: the other arguments of the primitive, and its `BagSpec`.
+        """
         raise NotImplementedError
 
     def refuse(self, ref: TableRef, use: str) -> NoReturn:

@@ -537,6 +537,46 @@ _PULLS = Section(
     ],
 )
 
+_STORED = Section(
+    "store: functions of trees with its tables",
+    _STORE
+    + """
+params = {"item": store["item"], "w": jnp.ones(2)}
+ids = jnp.array([1, 3])
+store.init("next", np.arange(5, dtype=np.int32), None, dtype=np.int32)
+
+def loss(params, ids):
+    return jnp.sum(params["item"][ids] * params["w"])
+
+def hop(params, ids):
+    ids = params["next"][ids]
+    return jnp.sum(params["item"][ids])
+
+step = store.train_step(loss, tx)
+state = tx.init(params)
+""",
+    [
+        "store['user']",
+        "store['item'][ids]",
+        "import pickle\npickle.dumps(store['item'])",
+        "store.value_and_grad(loss)({'item': jnp.ones((5, 2)), 'w': jnp.ones(2)}, ids)",
+        "new.init('item', (5, 2), tx)\nnew.value_and_grad(loss)(params, ids)",
+        "jax.jit(store.value_and_grad(loss))(params, ids)",
+        "store.value_and_grad(lambda p, x: loss(p, ids))(params, [bytearray()])",
+        "store.value_and_grad(loss, capacity={'user': 3})",
+        "store.value_and_grad(loss, capacity=1)(params, ids)",
+        "store.value_and_grad(hop)(params | {'next': store['next']}, ids)",
+        "store.forward(lambda p: jnp.mean(p['item']))(params)",
+        "step = store.train_step(lambda p: loss(p, ids), 'adam')",
+        "step(params, state, ids, {'user': rows})",
+        "step(params, state, ids, 3)",
+        "import pickle\npickle.dumps(step)",
+        "by_w = lambda p, ids: loss(p, ids + p['w'][0].astype(int))\n"
+        "next(store.train_step(by_w, tx).prefetch(params, [ids]))",
+        "step.prefetch(params, [ids], depth=-1)",
+    ],
+)
+
 _KEYS = Section(
     "store: keys",
     _STORE
@@ -968,6 +1008,7 @@ SECTIONS: list[Section] = [
     _NEGATIVES,
     _TABLES,
     _PULLS,
+    _STORED,
     _KEYS,
     _CACHED,
     _FILES,

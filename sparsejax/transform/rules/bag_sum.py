@@ -18,13 +18,14 @@ from sparsejax.transform.table import TableRef
 
 
 @register_rule(bag_sum_p)
-def _bag_sum_rule(
+def bag_sum_rule(
     ctx: RuleContext,
     ref: Any,
     ids: jax.Array,
     *rest: Any,
     spec: xla.BagSpec,
 ) -> Any:
+    """The rule, which readers also call with the array that has their rows."""
     if not isinstance(ref, TableRef):
         return NotImplemented  # the ids or weights are a table
     ids = ctx.dense(ids, live=False)
@@ -45,7 +46,7 @@ def _bag_sum_rule(
     if ref.row_axes != (0,):
         return NotImplemented
     if ref.reader is not None:
-        return ref.reader.bag_sum(ctx, ref, ids, weights, segment_ids, spec.num_bags)
+        return ref.reader.bag_sum(ctx, ref, ids, rest, spec)
     # The rows of any other view are read first, and are then a small table.
     rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
     positions = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)

@@ -1,0 +1,304 @@
+"""`store["items"]`: a table of a store in a tree of parameters, and how it is read.
+
+A `StoredTable` is a static node of a tree: it has no leaves, so optax, equinox and
+`jax.jit` pass it on. While a function is traced, a *view* takes its place: the result
+of the primitive `stored_table`, an abstract array of the whole table's shape. Programs
+with a view are never run. They are walked, twice:
+
+- To find the ids. The view records the ids of every read, differentiated or not, and
+  the rows read are deltas. So an id that depends on a delta depends on rows.
+- To run the step, on the rows that were pulled, `values[i] = table[rows[i]]` with
+  ascending `rows`. The view translates each id to its slot i, by binary search, and
+  reads `values`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import _arguments, _compat
+from sparsejax._rows import indexing, merge
+from sparsejax.transform.interpreter import RuleContext, Site, register_rule
+from sparsejax.transform.plan import DensifyError
+from sparsejax.transform.rules.bag_sum import bag_sum_rule
+from sparsejax.transform.table import RowReader, TableRef
+
+
+_CALL = "sparsejax.store.StoredTable"
+
+
+@jax.tree_util.register_static
+class StoredTable:
+    """A table of a `KVStore` in a tree of parameters, from `store["name"]`.
+
+    It takes the place of the table's array in a dict, a dataclass, or a model of flax
+    or equinox. The methods `value_and_grad`, `forward` and `train_step` of the store
+    pull the rows that a function reads. Inside the function it is an array of the
+    table's shape and dtype, which may be read by rows in any way:
+
+      params["items"][ids],  jnp.take(params["items"], ids, axis=0)
+
+    In a tree it is a node without leaves. `tx.init(params)`, `jax.tree.map`,
+    `equinox.partition` and checkpoints of `params` pass it over; its rows and their
+    optimizer state are in the store.
+
+    Args:
+      store: the store.
+      name: of the table.
+      shape, dtype: of the table.
+
+    Example:
+      >>> import optax, sparsejax as sj
+      >>> store = sj.store.KVStore()
+      >>> store.init("items", (1000, 8), optax.sgd(0.1))
+      >>> store["items"]
+      StoredTable('items', float32[1000,8])
+
+    References:
+      MXNet, `Parameter` with `stype="row_sparse"`.
+    """
+
+    # NumPy must leave `array + table` to us instead of looping over objects.
+    __array_ufunc__ = None
+
+    def __init__(self, store: Any, name: str, shape: tuple[int, ...], dtype: Any):
+        self.store, self.name, self.shape, self.dtype = store, name, shape, dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the table."""
+        return len(self.shape)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StoredTable) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[int, str]:
+        return id(self.store), self.name
+
+    def __repr__(self) -> str:
+        return f"StoredTable({self.name!r}, {_arguments.show_spec(_spec(self))})"
+
+    # A copy of a model reads the same table.
+    def __copy__(self) -> StoredTable:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> StoredTable:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: table {self.name!r} cannot be pickled, because its rows are in "
+            "a store of this process. Save them with store.save(path), and put "
+            f"store[{self.name!r}] of the other store into the tree."
+        )
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: table {self.name!r} was used where an array is needed. Its rows "
+            "are in host memory or a file. Call the function that reads it by "
+            "store.value_and_grad(fun), store.forward(fun) or store.train_step(fun, "
+            "tx), and pass the table in its arguments: fun must not close over it. Or "
+            f"read rows yourself with store.pull({self.name!r}, ids)."
+        )
+
+    def __jax_array__(self) -> NoReturn:
+        self.__array__()
+
+    def __getitem__(self, ids: Any) -> NoReturn:
+        self.__array__()
+
+    # Without this, Python would iterate by `self[0], self[1], ...`.
+    __iter__ = None
+
+
+def _spec(table: StoredTable) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(table.shape, table.dtype)
+
+
+def is_table(x: Any) -> bool:
+    """Returns True if `x` is a StoredTable."""
+    return isinstance(x, StoredTable)
+
+
+def tables_of(tree: Any) -> list[StoredTable]:
+    """The tables in a tree, in order; a table occurs as often as in the tree."""
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_table) if is_table(x)]
+
+
+def put_tables(tree: Any, values: Sequence[Any]) -> Any:
+    """The tree with `values` in place of its tables, in the order of `tables_of`."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_table)
+    found = iter(values)
+    return structure.unflatten(next(found) if is_table(x) else x for x in leaves)
+
+
+# ------------------------------------------------------------------ views
+
+
+class _Static(NamedTuple):
+    """The static argument of a view.
+
+    Args:
+      call: for messages.
+      name, height: of the table.
+      number: of the table, in a walk that records ids; None in one that reads rows.
+    """
+
+    call: str
+    name: str
+    height: int
+    number: int | None
+
+
+def _refuse_to_run(*, static: _Static) -> NoReturn:
+    """Raises the error of a program with a view that is run without a walk."""
+    raise TypeError(
+        f"{static.call}: table {static.name!r} is used where its reads of rows cannot "
+        "be found: in a function with a derivative of its own, in a while loop, in a "
+        "jax.grad inside of the function, or for each of several tables under vmap. "
+        "Read its rows outside of that."
+    )
+
+
+stored_table_p = _compat.view_primitive(
+    "stored_table", lambda shape, *, static: (static.height, *shape[1:]), _refuse_to_run
+)
+
+
+def view_to_record(call: str, table: StoredTable, number: int) -> jax.Array:
+    """A view of a table that records ids, for a walk with this number of the table."""
+    values = jnp.zeros((1, *table.shape[1:]), table.dtype)
+    rows = jnp.zeros((1,), _arguments.index_dtype(table.shape[0]))
+    static = _Static(call, table.name, table.shape[0], number)
+    return stored_table_p.bind(values, rows, static=static)
+
+
+def view_of_rows(
+    call: str, table: StoredTable, values: jax.Array, rows: jax.Array
+) -> jax.Array:
+    """A view of a table that reads pulled rows.
+
+    Args:
+      call: for messages.
+      table: the table.
+      values: `[C, ...]`.
+      rows: `[C]`, ascending; the height of the table for an empty slot.
+    """
+    static = _Static(call, table.name, table.shape[0], None)
+    return stored_table_p.bind(values, rows, static=static)
+
+
+@register_rule(stored_table_p, of_arrays=True)
+def _view_rule(ctx: RuleContext, values: Any, rows: Any, *, static: _Static) -> Any:
+    view = values
+    if not isinstance(view, TableRef):
+        view = TableRef.of_array(jnp.asarray(values))
+    elif view.steps or view.row_axes != (0,) or not view.has_all_rows:
+        return NotImplemented  # a view of a part of the rows
+    shape = tuple(ctx.eqn.outvars[0].aval.shape)
+    if static.number is None:
+        reader: Any = _RowsReader(static, rows)
+        return dataclasses.replace(view, shape=shape, reader=reader)
+    reader = _IdsReader(static)
+    return dataclasses.replace(view, index=static.number, shape=shape, reader=reader)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Reader(RowReader):
+    """What both readers share."""
+
+    static: _Static
+
+    def refuse(self, ref: TableRef, use: str) -> NoReturn:
+        """As `RowReader.refuse`."""
+        name, height = self.static.name, self.static.height
+        raise DensifyError(
+            f"{self.static.call}: {use}, and so needs all {height} rows of table "
+            f"{name!r}, which are in host memory or a file. Read rows there: "
+            "table[ids], jnp.take(table, ids, axis=0), sparsejax.lookup or "
+            "sparsejax.embedding_bag. If the function needs the whole table, keep it "
+            f"on the device: jnp.asarray(store.pull_all({name!r}))."
+        )
+
+    def _in_table(self, ids: jax.Array, counts: jax.Array, nearest: bool) -> jax.Array:
+        """The ids of the rows that a read returns; the height for no row."""
+        height = _arguments.scalar(self.static.height, ids)
+        if nearest:
+            last = _arguments.scalar(self.static.height - 1, ids)
+            return jnp.clip(ids, _arguments.scalar(0, ids), last)
+        return jnp.where(counts, ids, height)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _IdsReader(_Reader):
+    """Records the ids of each read. The rows read are its delta."""
+
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """As `RowReader.read`."""
+        row = ref.array.shape[1:]
+        if not ids.size:
+            return jnp.zeros((*ids.shape, *row), ref.array.dtype)
+        site = Site(ref.index, (ids.size,), ctx.where)
+        if not ctx.reads.planting:
+            ctx.reads.add([site], [])
+            return jnp.zeros((*ids.shape, *row), ref.array.dtype)
+        (delta,) = ctx.reads.take(1)
+        ctx.reads.add([site], [self._in_table(ids, counts, nearest).reshape(-1)])
+        return delta.reshape(*ids.shape, *row)
+
+    def bag_sum(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
+    ) -> jax.Array:
+        """As `RowReader.bag_sum`."""
+        rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
+        places = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
+        return bag_sum_rule(ctx, TableRef.of_array(rows), places, *rest, spec=spec)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _RowsReader(_Reader):
+    """Reads `values` at the slots of ids, which are searched in ascending `rows`."""
+
+    rows: jax.Array
+
+    def read(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
+    ) -> jax.Array:
+        """As `RowReader.read`."""
+        small = TableRef.of(ref.index, ref.array)
+        small = dataclasses.replace(small, stopped=ref.stopped)
+        slots, _ = self._slots(self._in_table(ids, counts, nearest), ref)
+        # A row that was not pulled reads NaN. That happens only if the step computes
+        # other ids than the program that found them.
+        fill = indexing.fill_value(ref.array.dtype).tobytes()
+        return ctx.read(small, slots, counts, drop=False, fill=fill)
+
+    def bag_sum(
+        self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
+    ) -> jax.Array:
+        """As `RowReader.bag_sum`."""
+        small = dataclasses.replace(ref, shape=ref.array.shape, reader=None)
+        if ref.steps:
+            shape = (ref.array.shape[0], *ref.shape[1:])
+            small = dataclasses.replace(small, shape=shape)
+        slots, stored = self._slots(ids, ref)
+        absent = jnp.any(indexing.in_range(ids, self.static.height) & ~stored)
+        sums = bag_sum_rule(ctx, small, slots, *rest, spec=spec)
+        return jnp.where(absent, indexing.fill_value(sums.dtype), sums)
+
+    def _slots(self, ids: jax.Array, ref: TableRef) -> tuple[jax.Array, jax.Array]:
+        """The slot of each id, C for an id without one; and which ids have one."""
+        slots, stored = merge.find_slots(self.rows, ids, self.static.height)
+        return jnp.where(stored, slots, np.int32(ref.array.shape[0])), stored

@@ -1,0 +1,242 @@
+"""TrainStep: the whole training step of a function of trees with tables of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import optax
+
+from sparsejax import _arguments
+from sparsejax._arguments import PyTree
+from sparsejax._rows import SelectedRows
+from sparsejax.store._leaf import tables_of
+from sparsejax.store._pulled_calls import (
+    Capacities,
+    Part,
+    RowIds,
+    Rows,
+    gradient,
+    jitted,
+    spec_of,
+    split,
+)
+from sparsejax.transform.trace import check_fun
+
+
+_CALL = "sparsejax.store.KVStore.train_step"
+
+
+class Access(NamedTuple):
+    """What a store lets the functions of this file do.
+
+    Args:
+      store: the store.
+      pull: `(call, {name: ids}, slots) -> rows`, see `KVStore.value_and_grad`.
+      prefetch: the same for an iterable of batches.
+    """
+
+    store: Any
+    pull: Callable[..., Rows]
+    prefetch: Callable[..., Generator[Any]]
+
+
+class TrainStep:
+    """A training step of parameters with tables of a store, from `store.train_step`.
+
+    `step(params, opt_state, batch)` pulls the rows that the batch reads, runs a
+    compiled program, and pushes the gradients of the rows:
+
+      loss, g, h = value_and_grad(fun)(rows, params)        g of the rows, h of params
+      params     = params + tx.update(h)                    in the same program
+      rows       = one step of the optimizer in the store   for each table
+
+    With `prefetch`, the store reads the rows of the next batch while this one runs. The
+    results have the same bits.
+
+    - `step(params, opt_state, batch)`: one step.
+    - `prefetch(params, batches)`: batches with their rows.
+    - `compilations`: the number of times that the step was compiled.
+
+    Args:
+      access: what the step may do with the store.
+      fun, tx, has_aux, capacity, tables, donate: as in `KVStore.train_step`.
+
+    Raises:
+      TypeError: `fun` is not a function, or `tx` not a transformation.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> store = sj.store.KVStore()
+      >>> store.init("items", (1_000_000, 2), optax.sgd(0.5))
+      >>> def loss_fn(params, ids):
+      ...     return jnp.mean((params["items"][ids] @ params["w"] - 1.0) ** 2)
+      >>> params = {"items": store["items"], "w": jnp.ones(2)}
+      >>> tx = optax.sgd(0.1)
+      >>> step = store.train_step(loss_fn, tx)
+      >>> opt_state = tx.init(params)
+      >>> batches = [jnp.array([7, 5]), jnp.array([7, 7])] * 3
+      >>> for ids, rows in step.prefetch(params, batches):
+      ...     params, opt_state, loss = step(params, opt_state, ids, rows)
+      >>> bool(loss < 0.01), step.compilations
+      (True, 1)
+
+    References:
+      MXNet, `gluon.Trainer` with `update_on_kvstore`.
+    """
+
+    compilations: int
+
+    def __init__(
+        self,
+        access: Access,
+        fun: Callable[[Any, Any], Any],
+        tx: optax.GradientTransformation,
+        has_aux: bool,
+        capacity: int | Mapping[str, int] | None,
+        tables: PyTree,
+        donate: bool,
+    ):
+        check_fun(_CALL, fun, 0, has_aux)
+        if not callable(getattr(tx, "init", None)):
+            raise _arguments.wrong_type(
+                _CALL,
+                "tx",
+                "an optax transformation, for example optax.adam(1e-3)",
+                _arguments.kind_of(tx),
+            )
+        self._access, self._fun, self._tx = access, fun, tx
+        self._has_aux, self._tables = has_aux, tables
+        self._ids = RowIds(_CALL, access.store, fun)
+        self._capacities = Capacities(capacity)
+        donate = _arguments.check_bool(_CALL, "donate", donate)
+        self._run = jitted(self._step, donate)
+        self.compilations = 0
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: a step cannot be copied or pickled, because its store has a "
+            "thread. Save the tables with store.save(path), and params and opt_state "
+            "with any tool."
+        )
+
+    def __call__(
+        self,
+        params: PyTree,
+        opt_state: PyTree,
+        batch: PyTree,
+        rows: Mapping[str, SelectedRows] | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """One step on one batch.
+
+        Args:
+          params: a tree with tables of the store. Its arrays are donated, unless
+            `donate` is False.
+          opt_state: `tx.init(params)`, or the state of the last step; donated too.
+          batch: a tree. Arrays of other shapes, and leaves that are not arrays and have
+            other values, compile the step again.
+          rows: the rows of this batch, from `prefetch`.
+
+        Returns:
+          `(params, opt_state, loss)`, or `(params, opt_state, (loss, aux))`.
+
+        Raises:
+          TypeError: an argument is traced; there is no table among `params`.
+          DensifyError: `fun` uses all rows of a table.
+          ValueError: the ids of a read depend on rows of a table of the store; the
+            batch reads more rows than `capacity`. Nothing has changed.
+        """
+        first, rest = split(_CALL, params), split(_CALL, batch)
+        if rows is None:
+            slots = self._slots(first, rest)
+            rows = self._access.pull(_CALL, self._ids.of(first, rest), slots)
+        else:
+            self._check_rows(first, rest, rows)
+        first = split(_CALL, (params, opt_state))
+        params, opt_state, value, grads = self._run(rows, first, rest)
+        for name, found in grads.items():
+            self._access.store.push(name, found)
+        return params, opt_state, value
+
+    def prefetch(
+        self, params: PyTree, batches: Iterable[Any], *, depth: int = 1
+    ) -> Generator[tuple[Any, dict[str, SelectedRows]]]:
+        """Yields batches with their rows, which are read while the last step runs.
+
+        Args:
+          params: the parameters of the first step. Only their structure, shapes and
+            dtypes are used.
+          batches: an iterable of batches, which are taken from it ahead of time.
+          depth: the number of batches prepared ahead; 0 prepares none.
+
+        Returns:
+          An iterator of `(batch, rows)` for `step(params, opt_state, batch, rows)`.
+          Closing it early ends the thread. Errors of a batch are raised when it is
+          requested.
+
+        Raises:
+          ValueError: at a batch, ids depend on arrays of `params`, which the running
+            step changes.
+        """
+        depth = _arguments.static_int(f"{_CALL}.prefetch", "depth", depth)
+        part = split(_CALL, params)
+        paths = [
+            jax.tree_util.keystr(path)
+            for path, x in jax.tree_util.tree_leaves_with_path(params)
+            if _arguments.is_array(x)
+        ]
+        first = Part([spec_of(x) for x in part.arrays], part.static)
+        del part, params  # the step donates them
+
+        def ids_of(batch):
+            rest = split(_CALL, batch)
+            program = self._ids.program(first, rest)
+            for k in program.needed:
+                if k < len(first.arrays):
+                    raise ValueError(
+                        f"{_CALL}.prefetch: ids depend on params{paths[k]}, which the "
+                        "running step changes. Call step(params, opt_state, batch) "
+                        "without prefetch, or pass that array in the batch."
+                    )
+            return self._ids.of(first, rest)
+
+        slots = lambda batch: self._slots(first, split(_CALL, batch))
+        return self._access.prefetch(_CALL, batches, ids_of, depth, slots)
+
+    # -- private ----------------------------------------------------------------------
+
+    def _slots(self, first: Part, rest: Part) -> Callable[..., int]:
+        """`f(name, count, height) -> capacity` for a batch."""
+        counts = self._ids.program(first, rest).counts
+        return lambda name, count, height: self._capacities.choose(
+            _CALL, name, count, height, counts[name]
+        )
+
+    def _check_rows(self, first: Part, rest: Part, rows: Any) -> None:
+        """Raises unless `rows` are rows of the tables that the batch reads."""
+        wanted = set(self._ids.program(first, rest).counts)
+        found = set(rows) if isinstance(rows, Mapping) else None
+        if found != wanted:
+            raise _arguments.wrong(
+                _CALL,
+                "rows",
+                f"the rows of this batch from prefetch, of tables {sorted(wanted)}",
+                _arguments.kind_of(rows) if found is None else f"{sorted(found)}",
+            )
+
+    def _step(self, rows: Any, first: Any, batch: Any) -> Any:
+        self.compilations += 1  # runs once per compilation
+        params, opt_state = first
+        store = self._access.store
+        names = {table.name for table in tables_of(params)}
+        frozen = [name for name in names if not store.is_trainable(name)]
+        arguments = rows, (params, batch), {}, frozen
+        value, grads, found = gradient(
+            _CALL, self._fun, 0, self._has_aux, self._tables, *arguments
+        )
+        updates, opt_state = self._tx.update(grads, opt_state, params)
+        by_table: dict[str, list[SelectedRows]] = {}
+        for name, grad in found:
+            by_table.setdefault(name, []).append(grad)
+        return optax.apply_updates(params, updates), opt_state, value, by_table
