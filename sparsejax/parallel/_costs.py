@@ -27,9 +27,11 @@ groups of m devices, m = 1, or "table-row-wise" with a group for each place on t
 mesh axis; b, the most bags that a device reads from the tables of one group, of L ids
 each. A device holds the rows of its group's tables, divided by m.
 
-An id takes 4 bytes, or 8 in tables of 2^31 rows. Losses and norms add a few numbers. A
-table that is read in several places sends the sum of what each read sends.
-`sparsejax.viz.wire_bytes` reports what a compiled step actually sends.
+An id takes 4 bytes, or 8 in tables of 2^31 rows. With `wire_dtype=jnp.bfloat16` a
+number of a row-sharded, table-wise or table-row-wise table takes 2 bytes on the wire,
+and as many as before in memory. Losses and norms add a few numbers. A table that is
+read in several places sends the sum of what each read sends. `sparsejax.viz.wire_bytes`
+reports what a compiled step actually sends.
 """
 
 from __future__ import annotations
@@ -67,16 +69,18 @@ def costs_of(
     distinct: int,
     sent: int,
     tx: Any,
+    wire_dtype: Any,
 ) -> dict[str, Cost]:
     """The formulas of this module, in whole bytes; `sent` is the rows sent by rows."""
     height, *content = spec.shape
     row, id_bytes = _bytes_of(spec)
+    sent_row, _ = _bytes_of(spec, wire_dtype)
     others = devices - 1
     like, aside = _state_bytes(spec, tx)
     whole = height * row + like + aside
     rows = math.ceil(height / devices)
     wires = {
-        "row-sharded": sent * (row + id_bytes),
+        "row-sharded": sent * (sent_row + id_bytes),
         "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
         "replicated-sparse": others * distinct * (row + id_bytes),
         "replicated-dense": 2 * height * row * others // devices,
@@ -92,9 +96,10 @@ def costs_of(
     return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
 
 
-def _bytes_of(spec: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Bytes of a row, and of an id."""
-    row = math.prod(spec.shape[1:]) * np.dtype(spec.dtype).itemsize
+def _bytes_of(spec: jax.ShapeDtypeStruct, wire_dtype: Any = None) -> tuple[int, int]:
+    """Bytes of a row, if given in `wire_dtype`, and of an id."""
+    dtype = spec.dtype if wire_dtype is None else wire_dtype
+    row = math.prod(spec.shape[1:]) * np.dtype(dtype).itemsize
     return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
 
 
@@ -105,6 +110,7 @@ def cost_table_wise(
     devices: int,
     num_groups: int,
     tx: Any,
+    wire_dtype: Any,
 ) -> tuple[TableWise, Cost]:
     """A layout of a stack with its tables in groups of devices, and its cost."""
     # By read and table the bags of a device. Unknown ids are shared equally.
@@ -120,7 +126,8 @@ def cost_table_wise(
         bags[k] = np.bincount(table, minlength=len(heights))
     bags /= devices
     row, id_bytes = _bytes_of(spec)
-    each = np.array([id_bytes * read.length + 2 * row for read in reads])
+    sent_row, _ = _bytes_of(spec, wire_dtype)
+    each = np.array([id_bytes * read.length + 2 * sent_row for read in reads])
     layout = balance(heights, (each @ bags).tolist(), num_groups)
     most = np.zeros(len(reads))
     for group in range(num_groups):

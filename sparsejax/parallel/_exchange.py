@@ -22,6 +22,10 @@ transpose is another, `add_sharded_rows`. Each is the transpose of the other, so
 derivatives of any order consist of these two. Under `vmap` all arrays get a leading
 axis. For each such axis, outermost first, the static `batched` says whether each batch
 element has a table of its own, or all share one table.
+
+With a `wire_dtype` of 16 bits, rows and merged gradients are rounded to it, sent as
+its bits (`send_rows`), and have their own dtype again on arrival. So XLA cannot widen
+the collective, as it does on CPUs, and owners sum in their own dtype.
 """
 
 from __future__ import annotations
@@ -54,11 +58,13 @@ class Owners:
       mesh: the mesh.
       axes: the mesh axes that the rows are sharded over.
       rows: R, the number of rows of each owner.
+      wire_dtype: the dtype in which rows are sent; None for their own dtype.
     """
 
     mesh: Any
     axes: tuple[str, ...]
     rows: int
+    wire_dtype: Any = None
 
     @property
     def count(self) -> int:
@@ -201,7 +207,8 @@ def _metrics(
 ) -> Metrics:
     rounds, largest, rows, overflow = (counts[k] for k in range(4))
     # In each round ids go one way and rows the other.
-    slot_bytes = id_dtype.itemsize + math.prod(row) * jnp.dtype(dtype).itemsize
+    sent_as = dtype if owners.wire_dtype is None else owners.wire_dtype
+    slot_bytes = id_dtype.itemsize + math.prod(row) * jnp.dtype(sent_as).itemsize
     round_bytes = np.float32((owners.count - 1) * slots * slot_bytes)
     sent = rounds.astype(jnp.float32) * round_bytes
     return Metrics(rounds, rows, largest, overflow, sent)
@@ -261,6 +268,56 @@ def _all_to_all(owners: Owners, x: jax.Array) -> jax.Array:
     if owners.count == 1:
         return x
     return lax.all_to_all(x, owners.axes, 0, 0, tiled=True)
+
+
+def _all_rows_to_all(owners: Owners, rows: jax.Array) -> jax.Array:
+    """As `_all_to_all`, for `[N, C, ...]` rows, sent in `owners.wire_dtype`."""
+    if owners.count == 1:
+        return rows
+    return send_rows(rows, owners.axes, owners.wire_dtype)
+
+
+def send_rows(x: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:
+    """`x [N, ...]`: `x[j]` goes to device j along `axes`, and comes back from it.
+
+    Args:
+      x: floats; integers if `wire_dtype` is None.
+      axes: of the mesh.
+      wire_dtype: the dtype in which `x` is sent, its own part included; None for the
+        dtype of `x`.
+    """
+    if wire_dtype is None:
+        return lax.all_to_all(x, axes, 0, 0, tiled=True)
+    return _send_narrow_p.bind(x, names=axes, wire_dtype=wire_dtype)
+
+
+def _as_bits(x: jax.Array, wire_dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(x.astype(wire_dtype), jnp.uint16)
+
+
+def _from_bits(bits: jax.Array, wire_dtype: Any, dtype: Any) -> jax.Array:
+    return lax.bitcast_convert_type(bits, wire_dtype).astype(dtype)
+
+
+def _send_narrow(x: jax.Array, *, names: tuple[str, ...], wire_dtype: Any) -> jax.Array:
+    bits = lax.all_to_all(_as_bits(x, wire_dtype), names, 0, 0, tiled=True)
+    return _from_bits(bits, wire_dtype, x.dtype)
+
+
+def _send_narrow_vmap(bind, args, axes, **static):
+    # Behind the axis of devices, so that the same axis is divided.
+    x = jnp.moveaxis(args[0], axes[0], 1)
+    return jnp.moveaxis(bind(x, **static), 1, 0)
+
+
+# Its own transpose. JAX has no derivative of the bits of a number.
+_send_narrow_p = _compat.multilinear_primitive(
+    "send_rows",
+    _send_narrow,
+    {},
+    {0: lambda cotangent, like, _, **static: _send_narrow_p.bind(cotangent, **static)},
+    _send_narrow_vmap,
+)
 
 
 def _for_each_round(rounds: Any, is_single: bool, body: Callable, start: Any) -> Any:
@@ -334,6 +391,7 @@ def rearrange(
     """
     slots, dtype = owners.slots(rows, None), _arguments.index_dtype(owners.height)
     dtype = _arguments.index_dtype(owners.count * rows, dtype)
+    owners = dataclasses.replace(owners, wire_dtype=None)  # nothing is rounded
 
     def body(values):
         first = lax.axis_index(owners.axes).astype(dtype) * np.array(rows, dtype)
@@ -364,7 +422,8 @@ def _read_here(
     def one_round(number, rows):
         requested = _round_ids(owners, groups, slots, number)
         answers = _read_own_rows(values, _all_to_all(owners, requested))
-        answers = _all_to_all(owners, answers).reshape(owners.count * slots, *row)
+        answers = _all_rows_to_all(owners, answers)
+        answers = answers.reshape(owners.count * slots, *row)
         now = round_of == number
         at = jnp.where(now, place, np.int32(answers.shape[0]))
         new = indexing.take_rows(answers, at)
@@ -402,7 +461,7 @@ def _add(
         def one_round(number, table):
             requested = _all_to_all(owners, _round_ids(owners, groups, slots, number))
             values = _round_values(groups, merged, slots, number)
-            return indexing.add_rows(table, requested, _all_to_all(owners, values))
+            return indexing.add_rows(table, requested, _all_rows_to_all(owners, values))
 
         is_single = _fits_one_round(owners, positions.size, slots)
         rounds = _num_rounds(owners, groups, slots)
@@ -540,7 +599,7 @@ def send_to_owners(
 
         def send_values(number, total):
             new = _round_values(groups, merged, slots, number)
-            new = _gather_replicas(owners, _all_to_all(owners, new))
+            new = _gather_replica_rows(owners, _all_rows_to_all(owners, new))
             at = lax.dynamic_slice_in_dim(slot, number * np.int32(slots), slots, 1)
             return indexing.add_rows(total, at, new)
 
@@ -603,9 +662,8 @@ def receive_by_ranges(
         rows = indexing.take_rows(
             merged, jnp.where(used, at, np.int32(merged.shape[0]))
         )
-        got, rows = (
-            _gather_replicas(owners, _all_to_all(owners, x)) for x in (ids, rows)
-        )
+        got = _gather_replicas(owners, _all_to_all(owners, ids))
+        rows = _gather_replica_rows(owners, _all_rows_to_all(owners, rows))
         stops = got[:, -1]
         until = jnp.min(jnp.where(stops < 0, ~stops, last_row))
         got = jnp.where(got < 0, ~got, got)
@@ -637,13 +695,21 @@ def _at_this_owner(
 ) -> tuple[jax.Array, jax.Array]:
     """This owner's row numbers and values, of its replicas too; nothing is merged."""
     rows = to_own_rows(owners, positions)
-    return _gather_replicas(owners, rows), _gather_replicas(owners, values)
+    return _gather_replicas(owners, rows), _gather_replica_rows(owners, values)
 
 
 def _gather_replicas(owners: Owners, x: jax.Array) -> jax.Array:
     """`x [N, ...]` of all devices that own the same rows, `[replicas * N, ...]`."""
     axes = owners.replica_axes
     return lax.all_gather(x, axes, tiled=True) if axes else x
+
+
+def _gather_replica_rows(owners: Owners, x: jax.Array) -> jax.Array:
+    """As `_gather_replicas`, for rows, sent in `owners.wire_dtype`."""
+    wire = owners.wire_dtype
+    if wire is None or not owners.replica_axes:
+        return _gather_replicas(owners, x)
+    return _from_bits(_gather_replicas(owners, _as_bits(x, wire)), wire, x.dtype)
 
 
 def to_positions(owners: Owners, rows: jax.Array) -> jax.Array:

@@ -25,8 +25,10 @@ from sparsejax.parallel._plan_reads import Read, reads_in_loss
 from sparsejax.parallel._read import measure_capacity
 from sparsejax.parallel._table import (
     ShardedTable,
+    can_send_in_16_bits,
     check_axis,
     check_has_devices,
+    check_wire_dtype,
     shard_rows,
 )
 
@@ -57,6 +59,7 @@ class TablePlan:
       choice: the recommended layout, or the layout in `layouts=`.
       is_measured: whether duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
+      wire_dtype: of the ShardedTable, None for the dtype of the table.
     """
 
     name: str
@@ -69,6 +72,7 @@ class TablePlan:
     choice: str
     is_measured: bool = False
     groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
+    wire_dtype: Any = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -154,20 +158,25 @@ class Plan:
 
     def _place(self, leaf: Any, table: TablePlan | None) -> Any:
         layout = "replicated" if table is None else table.choice
+        wire_dtype = None if table is None else table.wire_dtype
         if isinstance(leaf, tuple):  # a shape, of float32
             leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
         if isinstance(leaf, ShardedTable):
             if layout == "row-sharded" and not isinstance(leaf.layout, TableWise):
-                return leaf
+                return dataclasses.replace(leaf, wire_dtype=wire_dtype)
             leaf = leaf.to_dense()
         if table is not None and layout in table.groups:
             by_table = table.groups[layout]
-            return shard_rows(leaf, self.mesh, self.axis, layout=by_table)
+            return shard_rows(
+                leaf, self.mesh, self.axis, layout=by_table, wire_dtype=wire_dtype
+            )
         if layout == "row-sharded":
             capacity = None
             if table is not None and table.is_measured:
                 capacity = math.ceil(_MARGIN * table.capacity)
-            return shard_rows(leaf, self.mesh, self.axis, capacity=capacity)
+            return shard_rows(
+                leaf, self.mesh, self.axis, capacity=capacity, wire_dtype=wire_dtype
+            )
         if layout == "column-sharded":
             return shard_columns(leaf, self.mesh, self.axis)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
@@ -263,6 +272,7 @@ def plan(
     loss: Callable[..., Any] | None = None,
     layouts: Mapping[str, str] | None = None,
     stacks: Mapping[str, Sequence[int]] | None = None,
+    wire_dtype: Any = None,
 ) -> Plan:
     """Estimates the cost of each layout of each table, and chooses a layout for each.
 
@@ -306,6 +316,8 @@ def plan(
         name of the stack or the end of it: `EmbeddingCollection.heights()`. Only these
         can be sharded table by table. The cost counts single ids and bags of a fixed
         length, which the owners sum.
+      wire_dtype: as in `shard_rows`, for the tables that are sharded by rows or table
+        by table. Tables of float16 and of integers are sent in their own dtype.
 
     Returns:
       `Plan`, which prints as a table. `plan.describe()` has a line for each table with
@@ -313,11 +325,12 @@ def plan(
       `plan.batch_sharding` the sharding for batches.
 
     Raises:
-      TypeError: `mesh`, a table, `tx`, `loss`, `device_bytes`, `layouts` or `stacks`
-        has the wrong type.
+      TypeError: `mesh`, a table, `tx`, `loss`, `device_bytes`, `layouts`, `stacks` or
+        `wire_dtype` has the wrong type.
       ValueError: there are no tables, a table is a scalar or has a negative shape,
-        `axis` is unknown, `batch` does not match `tables`, or `layouts` or `stacks`
-        name an unknown table or layout, or other numbers of rows.
+        `axis` is unknown, `batch` does not match `tables`, `layouts` or `stacks` name
+        an unknown table or layout, or other numbers of rows, or `wire_dtype` is not
+        bfloat16.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -335,6 +348,7 @@ def plan(
     """
     all_axes = getattr(mesh, "axis_names", ())
     axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
+    wire_dtype = check_wire_dtype(_CALL, wire_dtype)
     if tx is not None and not callable(getattr(tx, "init", None)):
         raise _arguments.wrong_type(
             _CALL, "tx", "an optax transformation or None", repr(tx)
@@ -371,7 +385,14 @@ def plan(
     heights = _heights(rows, stacks or {})
     found = [
         _table_plan(
-            names[k], specs[k], reads[k] or (), mesh, axis, tx, heights.get(names[k])
+            names[k],
+            specs[k],
+            reads[k] or (),
+            mesh,
+            axis,
+            tx,
+            heights.get(names[k]),
+            wire_dtype,
         )
         for k in numbers
     ]
@@ -488,8 +509,10 @@ def _table_plan(
     axis: Any,
     tx: Any,
     heights: tuple[int, ...] | None,
+    wire_dtype: Any,
 ) -> TablePlan:
     table = shard_rows(spec, mesh, axis)
+    wire_dtype = wire_dtype if can_send_in_16_bits(spec.dtype) else None
     owners = Owners(mesh, table.axes, table.rows_per_shard)
     devices = owners.count
     each = [-(-read.count // devices) for read in reads]
@@ -505,7 +528,7 @@ def _table_plan(
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
     replicas = owners.devices // devices
     sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)
-    costs = costs_of(spec, devices, here, outputs, distinct, sent, tx)
+    costs = costs_of(spec, devices, here, outputs, distinct, sent, tx, wire_dtype)
     groups = {}
     is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
     if heights and is_float and all(read.length == int(read.length) for read in reads):
@@ -513,7 +536,9 @@ def _table_plan(
         for layout, count in sizes.items():
             if count < 2 or (layout == "table-row-wise" and count == devices):
                 continue
-            by_table, cost = cost_table_wise(spec, heights, reads, devices, count, tx)
+            by_table, cost = cost_table_wise(
+                spec, heights, reads, devices, count, tx, wire_dtype
+            )
             held = by_table.per_shard(spec.shape[0], devices)
             if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
                 groups[layout], costs[layout] = by_table, cost
@@ -524,7 +549,17 @@ def _table_plan(
     shape = tuple(spec.shape)
     most = max(slots)
     return TablePlan(
-        name, shape, dtype, here, distinct, most, costs, choice, measured, groups
+        name,
+        shape,
+        dtype,
+        here,
+        distinct,
+        most,
+        costs,
+        choice,
+        measured,
+        groups,
+        wire_dtype,
     )
 
 

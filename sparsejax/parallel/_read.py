@@ -205,7 +205,8 @@ def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
 
 def owners_of(table: ShardedTable) -> Owners:
     """Returns the owner of each row of a table."""
-    return Owners(table.mesh, table.axes, table.rows_per_shard)
+    wire_dtype = table.wire_dtype
+    return Owners(table.mesh, table.axes, table.rows_per_shard, wire_dtype)
 
 
 # ------------------------------------------------------------------ reading

@@ -93,6 +93,8 @@ class ShardedTable(RowTable):
         round of `all_to_all`; None for 25% more than an even share if all ids are
         distinct. It affects only speed: rows that do not fit into a round go into the
         next one. `dataclasses.replace(table, capacity=...)` changes it.
+      wire_dtype: the dtype in which rows and their gradients are sent, bfloat16, or
+        None for their own. `dataclasses.replace(table, wire_dtype=...)` changes it.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -114,6 +116,7 @@ class ShardedTable(RowTable):
     axis: str | tuple[str, ...]
     layout: Layout
     capacity: int | None = None
+    wire_dtype: Any = None
 
     # NumPy and JAX must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
@@ -126,7 +129,8 @@ class ShardedTable(RowTable):
 
     @property
     def _static(self) -> tuple[Any, ...]:
-        return self.height, self.mesh, self.axis, self.layout, self.capacity
+        fields = self.height, self.mesh, self.axis, self.layout, self.capacity
+        return (*fields, self.wire_dtype)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
@@ -192,9 +196,10 @@ class ShardedTable(RowTable):
             shown = f"{self.values.dtype}{list(self.shape)}"
         else:
             shown = repr(self.values)  # in a tree of shardings or names, for example
+        sent = "" if self.wire_dtype is None else f", wire_dtype={self.wire_dtype}"
         return (
             f"ShardedTable({shown}, {self.num_shards} x {self.rows_per_shard} rows "
-            f"over {self.axis!r}, layout={self.layout!r})"
+            f"over {self.axis!r}, layout={self.layout!r}{sent})"
         )
 
     # -- read as an array --------------------------------------------------------
@@ -394,6 +399,7 @@ def shard_rows(
     layout: str | Layout = "mod",
     height: int | None = None,
     capacity: int | None = None,
+    wire_dtype: Any = None,
 ) -> ShardedTable:
     """Shards the rows of a table over the devices along a mesh axis.
 
@@ -407,6 +413,12 @@ def shard_rows(
     `(N - 1) * C * (4 + B)` bytes per round, and the same again for the gradient. No id
     is lost, however skewed the ids are: there are as many rounds as needed.
     `exchange_metrics` counts them.
+
+    With `wire_dtype=jnp.bfloat16`, B is 2 bytes a number. A row is rounded to the
+    nearest bfloat16 when it is read. Each device sums its gradients of a row in float32
+    and rounds the sum, and the owner adds the rounded sums in float32. A number is
+    rounded by at most 1/256 of itself, each time that it is sent. Weights and optimizer
+    state keep their own dtype.
 
     Args:
       table: `[V, ...]`, a JAX or NumPy array (or `np.memmap`): each device's part is
@@ -425,15 +437,20 @@ def shard_rows(
         It affects only speed: a smaller value costs rounds, a larger value costs
         bandwidth. `measure_capacity` measures a sample of ids. None for 25% more than
         an even share if all ids are distinct.
+      wire_dtype: `jnp.bfloat16`, the dtype in which rows and their gradients are sent,
+        for a table of float32, float64 or bfloat16. None for the table's dtype, in
+        which gradients of float16 and bfloat16 are sent as float32. On a single device
+        nothing is sent or rounded.
 
     Returns:
       `ShardedTable` of shape `[V, ...]`.
 
     Raises:
-      TypeError: `mesh`, `table`, `layout` or `capacity` has the wrong type.
+      TypeError: `mesh`, `table`, `layout`, `capacity` or `wire_dtype` has the wrong
+        type, or a table of this dtype cannot be sent in `wire_dtype`.
       ValueError: `axis` or `layout` is unknown, `table` is a scalar, `height` is
-        missing, `f` returns rows of the wrong shape, or the rows are concrete and the
-        mesh abstract.
+        missing, `f` returns rows of the wrong shape, `wire_dtype` is not bfloat16, or
+        the rows are concrete and the mesh abstract.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -446,9 +463,9 @@ def shard_rows(
       Array([1., 0.], dtype=float32)
 
     References:
-      TorchRec, row-wise sharding; PaddlePaddle, distributed lookup table (ids by
-      remainder over parameter servers); Lepikhin et al., 2020, "GShard" (dispatch by
-      all_to_all).
+      TorchRec, row-wise sharding, `QCommsConfig` (16 bits); PaddlePaddle, distributed
+      lookup table (ids by remainder over parameter servers); Lepikhin et al., 2020,
+      "GShard" (dispatch by all_to_all).
     """
     axis = check_axis(_CALL, mesh, axis)
     if capacity is not None:
@@ -470,6 +487,7 @@ def shard_rows(
     if isinstance(layout, TableWise):
         names = (axis,) if isinstance(axis, str) else axis
         split_axes(_CALL, mesh, names, layout.num_groups)
+    wire_dtype = check_wire_dtype(_CALL, wire_dtype)
 
     def make(values, height):
         if isinstance(layout, TableWise) and layout.height != height:
@@ -477,7 +495,7 @@ def shard_rows(
                 f"{_CALL}: layout must have as many rows as the table, {height}, got "
                 f"tables of {layout.height} rows together."
             )
-        made = ShardedTable(values, height, mesh, axis, layout, capacity)
+        made = ShardedTable(values, height, mesh, axis, layout, capacity, wire_dtype)
         count, each = made.num_shards, made.rows_per_shard
         fits = _arguments.has_index_dtype
         if fits(height) and not fits(count * each):
@@ -488,10 +506,21 @@ def shard_rows(
             )
         return made
 
+    def checked(made):
+        if wire_dtype is not None and not can_send_in_16_bits(made.dtype):
+            raise _arguments.wrong_type(
+                _CALL,
+                "a table with wire_dtype",
+                "of float32, float64 or bfloat16",
+                f"{made.dtype}",
+                "Leave wire_dtype out.",
+            )
+        return made
+
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
         height = _arguments.static_int(_CALL, "height", height, hint=hint)
-        return make(_values_from(table, make(None, height)), height)
+        return checked(make(_values_from(table, make(None, height)), height))
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):
         raise _arguments.wrong_type(
@@ -512,6 +541,7 @@ def shard_rows(
             f"{_CALL}: height is only for a table given as a function of ids, got "
             f"height={height!r} and a table of shape {shape}. Leave height out."
         )
+    checked(table)
     empty = make(None, shape[0])
     if isinstance(table, jax.ShapeDtypeStruct):
         stored = (empty.num_shards * empty.rows_per_shard, *shape[1:])
@@ -612,6 +642,35 @@ def _check_numeric(dtype: Any) -> None:
             f"{dtype}",
             "Map text to numbers with a vocabulary first (sparsejax.data).",
         )
+
+
+# ------------------------------------------------------------------ wire_dtype
+
+
+def check_wire_dtype(call: str, wire_dtype: Any) -> np.dtype | None:
+    """Returns `wire_dtype` as a dtype, or None; raises unless it is bfloat16."""
+    if wire_dtype is None:
+        return None
+    try:
+        found = jnp.dtype(wire_dtype)
+    except TypeError:
+        found = None
+    if found != jnp.bfloat16:
+        raise (_arguments.wrong_type if found is None else _arguments.wrong)(
+            call,
+            "wire_dtype",
+            "jax.numpy.bfloat16 or None",
+            repr(wire_dtype) if found is None else found.name,
+            "A float16 overflows above 65,504, and loses gradients below 6e-8."
+            if found == jnp.float16
+            else "",
+        )
+    return found
+
+
+def can_send_in_16_bits(dtype: Any) -> bool:
+    """Returns True if bfloat16 has the range of `dtype`."""
+    return dtype in (jnp.float32, jnp.float64, jnp.bfloat16)
 
 
 # ------------------------------------------------------------------ for other layouts

@@ -11,6 +11,7 @@ Nothing but `wire` makes an array, and nothing is run. Those for a TPU need libt
 (`pip install "jax[tpu]"`), and that for H200 `jax[cuda12]`, but no such device.
 """
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -73,6 +74,7 @@ def measured():
 
 LAYOUTS = (
     "row-sharded",
+    "row-sharded, bfloat16",
     "row-sharded by XLA",
     "column-sharded",
     "replicated, sparse",
@@ -87,8 +89,10 @@ def sent(layout):
     put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
     ids, lookup, tx = put(sample(), "x"), sj.lookup, sj.optim.lazy(optax.adagrad(0.1))
     grad, reduce = functools.partial(sj.grad, tables=True), lambda g: g
-    if layout == "row-sharded":
+    if layout in ("row-sharded", "row-sharded, bfloat16"):
         table = sj.parallel.shard_rows(table, mesh, "x", capacity=measured()["C"])
+        if layout == "row-sharded, bfloat16":
+            table = dataclasses.replace(table, wire_dtype=jnp.bfloat16)
     elif layout == "row-sharded by XLA":
         table = put(table, "x")
     elif layout == "column-sharded":

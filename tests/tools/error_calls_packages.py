@@ -807,6 +807,13 @@ def inside(f, *args):
         "shard_rows(array, mesh, 'x', layout=3)",
         "shard_rows(array, mesh, 'x', capacity=0)",
         "shard_rows(array, mesh, 'x', capacity='auto')",
+        "shard_rows(array, mesh, 'x', wire_dtype='sixteen')",
+        "shard_rows(array, mesh, 'x', wire_dtype=jnp.float16)",
+        "shard_rows(array, mesh, 'x', wire_dtype=jnp.int8)",
+        "shard_rows(jnp.ones((20, 2), int), mesh, 'x', wire_dtype=jnp.bfloat16)",
+        "shard_rows(lambda ids: np.ones((len(ids), 2), np.float16), mesh, 'x', "
+        "height=20, wire_dtype=jnp.bfloat16)",
+        "sj.parallel.plan((20, 2), mesh, 8, wire_dtype=16)",
         "sj.lookup(table, bags)",
         "sj.lookup(table, jnp.array([1, 20]), mode='error')",
         "inside(lambda ids: sj.lookup(table, ids), ids)",

@@ -1,0 +1,312 @@
+"""Rows and gradients sent in 16 bits: values, sums at the owner, bytes, training."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close
+from sparsejax import _compat
+
+
+pytest.importorskip("benchmarks")  # a source distribution has none
+
+import wire_dtype  # noqa: E402
+
+
+pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
+BF16 = jnp.bfloat16
+V, D = 203, 8
+MESHES = {
+    "8 devices": ((8,), ("x",), "x", AxisType.Auto),
+    "2 replicas of 4": ((2, 4), ("data", "x"), "x", AxisType.Auto),
+    "8 replicas": ((8, 1), ("data", "x"), "x", AxisType.Auto),
+    "Explicit": ((8,), ("x",), "x", AxisType.Explicit),
+}
+
+
+def on_mesh(name, table, **options):
+    shape, names, axis, kind = MESHES[name]
+    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names))
+    table = sj.parallel.shard_rows(table, mesh, axis, **options)
+    return table, lambda x: jax.device_put(x, NamedSharding(mesh, P(names)))
+
+
+def rounded(x):
+    return np.asarray(jnp.asarray(x).astype(BF16).astype(x.dtype))
+
+
+def rows_of(seed, *shape):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+# ------------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize(
+    ("mesh", "capacity"),
+    [
+        ("8 devices", None),  # one round
+        ("2 replicas of 4", 2),  # many
+        ("8 replicas", None),
+        ("Explicit", 2),
+    ],
+)
+def test_rows_and_gradients_are_rounded_once(mesh, capacity):
+    weights, ids = rows_of(0, V, D), np.random.default_rng(1).integers(0, V, 64)
+    table, split = on_mesh(mesh, weights, wire_dtype=BF16, capacity=capacity)
+    loss_fn = lambda table, ids: jnp.sum(jnp.sin(sj.lookup(table, ids)) * 3)
+    found = jax.jit(sj.lookup)(table, split(ids))
+    # With one owner, no row is sent.
+    read = weights if mesh == "8 replicas" else rounded(weights)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, read[ids])
+    np.testing.assert_array_equal(table.to_dense(), weights)  # itself not rounded
+
+    @jax.jit
+    def step(table, ids):
+        grad = sj.grad(loss_fn)(table, ids)
+        tx = sj.optim.lazy(optax.sgd(1.0))
+        updates, _ = tx.update(grad, tx.init(table), table)
+        return grad.map(lambda g: g.coalesce()), optax.apply_updates(table, updates)
+
+    merged, after = step(table, split(ids))
+    expected = jax.grad(loss_fn)(jnp.asarray(read), ids)
+    assert merged.dtype == after.dtype == jnp.float32
+    # Each device's sum is rounded by at most 2^-8 of itself.
+    np.testing.assert_allclose(merged.to_dense(), expected, rtol=2**-8, atol=2**-8)
+    assert np.abs(merged.to_dense() - expected).max() > 0
+    # The sum that was applied is the same one, however many rounds it took.
+    np.testing.assert_array_equal(
+        after.to_dense(), np.asarray(weights - merged.to_dense())
+    )
+
+
+@pytest.mark.parametrize("mesh", ["2 replicas of 4", "8 replicas"])
+def test_owners_add_in_float32(mesh):
+    """Device 0 adds 512, the others 1 each: in bfloat16 the sum would stay 512.
+
+    A device adds its own gradients before it sends them: 512 are 512 ones.
+    """
+    table, split = on_mesh(mesh, np.zeros((V, D), np.float32), wire_dtype=BF16)
+    ids = np.full((8, 512), -1)
+    ids[0], ids[1:, 0] = 7, 7
+    assert BF16(512) + BF16(1) == BF16(512)
+    grad = sj.grad(lambda t, ids: jnp.sum(sj.lookup(t, ids, mode="zero")))
+    step = jax.jit(lambda t, ids: optax.apply_updates(t, -grad(t, ids)))
+    ids = split(ids.reshape(-1))
+    np.testing.assert_array_equal(step(table, ids).to_dense()[7], np.full(D, -519.0))
+    merged = jax.jit(lambda t, ids: grad(t, ids).map(lambda g: g.coalesce()))
+    np.testing.assert_array_equal(merged(table, ids).to_dense()[7], np.full(D, 519.0))
+    # Of the transpose of the read, without rows.
+    read = lambda t: jnp.sum(sj.lookup(t, ids, mode="zero"))
+    dense = jax.jit(jax.grad(read))(table)
+    np.testing.assert_array_equal(dense.to_dense()[7], np.full(D, 519.0))
+
+
+def test_float64_and_bfloat16_tables():
+    """A float64 is summed in float64; a bfloat16's gradient is sent as it is."""
+    ids = np.full(8, 5, np.int32)
+    scale = np.array([2.0**26] + [1.0] * 7)
+    with _compat.enable_x64(True):
+        weights = np.random.default_rng(0).normal(size=(V, D))
+        table, split = on_mesh("8 devices", weights, wire_dtype=BF16)
+        assert table.dtype == jnp.float64
+        found = jax.jit(sj.lookup)(table, split(np.arange(8)))
+        np.testing.assert_array_equal(found, rounded(weights)[:8])
+        loss_fn = lambda t: jnp.sum(sj.lookup(t, split(ids)) * split(scale)[:, None])
+        merged = jax.jit(lambda t: sj.grad(loss_fn)(t).map(lambda g: g.coalesce()))
+        assert merged(table).to_dense()[5, 0] == 2.0**26 + 7  # 2^26 in float32
+    weights = rows_of(0, V, D).astype(BF16)
+    table, split = on_mesh("8 devices", weights, wire_dtype=BF16)
+    found = jax.jit(sj.lookup)(table, split(np.arange(8)))
+    assert_same_bits(found, weights[:8])
+    loss_fn = lambda t: jnp.sum(sj.lookup(t, split(ids)).astype(jnp.float32))
+    step = jax.jit(lambda t: sj.grad(loss_fn)(t).map(lambda g: g.coalesce()))
+    assert step(table).to_dense()[5, 0] == 8
+    sent = sj.viz.wire_bytes(step.lower(table).compile()).collectives
+    assert {c.shape.split("[")[0] for c in sent if c.kind == "all-to-all"} == {
+        "8 x s32",
+        "8 x u16",
+    }
+
+
+@pytest.mark.parametrize("how", ["vmap", "second order", "scan", "jnp.take"])
+def test_inside_of_transformations(how):
+    weights, ids = rows_of(0, V, D), np.random.default_rng(1).integers(0, V, (4, 16))
+    table, _ = on_mesh("8 devices", weights, wire_dtype=BF16)
+    inner = lambda t, ids: jnp.sum(jnp.sin(sj.lookup(t, ids)) ** 2)
+
+    def loss_fn(table):
+        if how == "vmap":
+            return jnp.sum(jax.vmap(lambda ids: inner(table, ids))(ids))
+        if how == "scan":
+            body = lambda total, ids: (total + inner(table, ids), None)
+            return jax.lax.scan(body, 0.0, ids)[0]
+        if how == "jnp.take":
+            return jnp.sum(jnp.sin(jnp.take(table, ids, axis=0)) ** 2)
+        return inner(table, ids[0])
+
+    if how == "second order":
+        scaled = lambda t: jax.jvp(lambda a: inner(t * a, ids[0]), (1.0,), (1.0,))[1]
+        found, expected = jax.jit(jax.grad(scaled))(table), jax.grad(scaled)
+        expected = expected(jnp.asarray(weights))
+    else:
+        found = jax.jit(sj.grad(loss_fn))(table)
+        expected = jax.grad(loss_fn)(jnp.asarray(weights))
+    np.testing.assert_allclose(found.to_dense(), expected, rtol=0.02, atol=0.05)
+
+
+def test_checkpoints_are_not_rounded(tmp_path):
+    table, _ = on_mesh("8 devices", rows_of(0, V, D), wire_dtype=BF16)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        sj.parallel.save(manager, {"t": table}, step=0)
+        empty = table.map(jnp.zeros_like)
+        (restored,) = sj.parallel.restore(manager, {"t": empty}).values()
+    assert restored.wire_dtype == BF16
+    assert_same_bits(restored.values, table.values)
+
+
+# ------------------------------------------------------------------ bags at the owner
+
+
+GROUPS = {"8 devices": ((8,), "x", 8), "2 hosts of 4": ((2, 4), ("host", "x"), 2)}
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+def test_table_wise(groups):
+    shape, axis, count = GROUPS[groups]
+    names = (axis,) if isinstance(axis, str) else axis
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+    heights = (61, 40, 23)
+    bag = functools.partial(sj.nn.EmbeddingBag, features=D)
+    kinds = zip(heights, ("sum", "mean", "sqrtn"))
+    layer = sj.nn.EmbeddingCollection(
+        {str(k): bag(n, combiner=kind) for k, (n, kind) in enumerate(kinds)}
+    )
+    ((name, stack),) = layer.init(jax.random.key(0)).items()
+    rng = np.random.default_rng(0)
+    ids = {str(k): rng.integers(0, n, (16, 3)) for k, n in enumerate(heights)}
+    layout = sj.parallel.TableWise(heights, tuple(np.arange(3) % count), count)
+
+    def loss_fn(table):
+        out = layer({name: table}, ids)
+        return sum(jnp.sum(jnp.sin(3 * x)) for x in out.values()), out
+
+    grad = sj.value_and_grad(loss_fn, has_aux=True, tables=True)
+
+    @jax.jit
+    def step(table):
+        (_, out), g = grad(table)
+        return out, g.map(lambda g: g.coalesce())
+
+    def run(wire):
+        table = sj.parallel.shard_rows(
+            stack, mesh, axis, layout=layout, wire_dtype=wire
+        )
+        out, g = step(table)
+        compiled = step.lower(table).compile()
+        return out, g.to_dense(), sj.viz.wire_bytes(compiled)
+
+    (out, g, sent), (wide, wide_g, wide_sent) = run(BF16), run(None)
+    assert_trees_close(out, wide, rtol=0.02, atol=0.02)
+    np.testing.assert_allclose(g, wide_g, rtol=0.02, atol=0.1)
+    assert np.abs(g - wide_g).max() > 0
+    in_16_bits = [c for c in sent.collectives if "u16" in c.shape]
+    floats = sum(c.total for c in wide_sent.collectives if "f32[]" not in c.shape)
+    floats -= sum(c.total for c in wide_sent.collectives if "s32" in c.shape)
+    assert sum(c.total for c in in_16_bits) == floats // 2
+    # Nothing but the loss is still sent in float32.
+    assert {c.shape for c in sent.collectives if "f32" in c.shape} <= {"f32[]"}
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def test_bytes_of_a_step(mesh="2 replicas of 4"):
+    """Of the compiled program: the bytes of rows are halved, those of ids stay."""
+
+    def sent(wire_dtype):
+        spec = jax.ShapeDtypeStruct((100_003, 32), jnp.float32)
+        table, split = on_mesh(mesh, spec, wire_dtype=wire_dtype, capacity=80)
+        loss_fn = lambda t, ids: jnp.sum(sj.lookup(t, ids, mode="zero") ** 2)
+        step = lambda t, ids: optax.apply_updates(t, -sj.grad(loss_fn)(t, ids))
+        ids = split(np.zeros(4_096, np.int32))
+        compiled = jax.jit(step).lower(table, ids).compile()
+        metrics = sj.parallel.exchange_metrics(table, ids)
+        return sj.viz.wire_bytes(compiled), int(metrics.bytes)
+
+    def by_dtype(found):
+        kinds = ("f32", "u16", "s32")
+        of = lambda kind: sum(c.total for c in found.collectives if kind in c.shape)
+        return dict(zip(kinds, map(of, kinds)))
+
+    (wide, lookup), (narrow, narrow_lookup) = sent(None), sent(BF16)
+    wide, narrow = by_dtype(wide), by_dtype(narrow)
+    loss = wide["f32"] - 2 * narrow["u16"]
+    assert narrow["u16"] > 50_000 and 0 <= loss == narrow["f32"] < 100
+    assert wide["s32"] == narrow["s32"] and wide["u16"] == 0
+    assert lookup == (4 - 1) * 80 * (4 + 32 * 4)
+    assert narrow_lookup == (4 - 1) * 80 * (4 + 32 * 2)
+
+
+def test_plan():
+    """Its bytes are the compiled program's; apply makes the tables that it counted."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    tables = {
+        "float": jax.ShapeDtypeStruct((50_003, 32), jnp.float32),
+        "half": jax.ShapeDtypeStruct((50_003, 16), jnp.float16),
+    }
+    ids = np.random.default_rng(0).integers(0, 50_003, 2_048)
+    of = lambda wire_dtype: sj.parallel.plan(tables, mesh, ids, wire_dtype=wire_dtype)
+    narrow, wide = of(BF16), of(None)
+    assert narrow.tables[1] == wide.tables[1] and narrow.tables[1].wire_dtype is None
+    (table, _), (before, _) = narrow.tables, wide.tables
+    assert table.wire_dtype == BF16 and table.costs.keys() == before.costs.keys()
+    for layout, cost in table.costs.items():
+        rows = 2 * 7 * table.capacity * 32 * 2 if layout == "row-sharded" else 0
+        assert cost.wire == before.costs[layout].wire - rows
+        assert cost.memory == before.costs[layout].memory
+    placed = narrow.apply(tables)
+    assert placed["float"].wire_dtype == BF16 and placed["half"].wire_dtype is None
+    exact = sj.parallel.shard_rows(
+        tables["float"], mesh, "x", capacity=table.capacity, wire_dtype=BF16
+    )
+    loss_fn = lambda t, ids: jnp.sum(sj.lookup(t, ids, mode="zero") ** 2)
+    step = jax.jit(lambda t, ids: optax.apply_updates(t, -sj.grad(loss_fn)(t, ids)))
+    sent = sj.viz.wire_bytes(step.lower(exact, ids).compile()).total
+    assert sent == pytest.approx(table.costs["row-sharded"].wire, rel=0.05)
+
+    stacks = {"float": (20_000, 30_003)}
+    of = lambda wire_dtype: sj.parallel.plan(
+        tables, mesh, 2_048, stacks=stacks, wire_dtype=wire_dtype
+    )
+    costs = [of(w)["tables['float']"].costs["table-wise"].wire for w in (None, BF16)]
+    bags = 2_048 // 8 // 2
+    assert costs == [7 * bags * (4 + 2 * 32 * 4), 7 * bags * (4 + 2 * 32 * 2)]
+
+
+# ------------------------------------------------------------------ training
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["two towers", "dlrm"])
+def test_trains_to_the_loss_of_float32(model):
+    """`python -m tests.tools.wire_dtype` is the same at full length, on real data."""
+    users, more = np.random.default_rng(0).zipf(1.3, (2, 4_000))
+    pairs = np.stack([users % 301, (users + more % 8) % 211], axis=1)
+    made = {
+        "two towers": lambda: wire_dtype.two_towers(pairs, 8, 64),
+        "dlrm": lambda: wire_dtype.click_model(2_000, 4, 128, 5),
+    }[model]()
+    tx = optax.adam(0.01) if model == "two towers" else optax.adagrad(0.05)
+    wide, narrow, sent = wire_dtype.compare(*made, tx, 60)
+    assert wide[-10:].mean() < 0.97 * wide[0]  # it learns
+    np.testing.assert_allclose(narrow[-10:].mean(), wide[-10:].mean(), rtol=1e-3)
+    assert (narrow != wide).any() and sent[1] < 0.75 * sent[0]
