@@ -9,12 +9,14 @@
 - `CachedTable`: the hot rows of a table on the device, with their optimizer state;
   a step trains them there.
 - `KeyPolicy`: for a table whose rows belong to keys that come and go.
+- `Changes`: the rows of a table that changed, from `KVStore.apply_changes`.
 - `TableStats`, `CacheStats`: the size and usage of a table or cache, from `stats()`.
 
 `sparsejax.nn.Trainer` pulls and pushes for a model.
 """
 
 from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats
+from sparsejax.store._changes import Changes as Changes
 from sparsejax.store._keys import KeyPolicy as KeyPolicy
 from sparsejax.store._leaf import StoredTable as StoredTable
 from sparsejax.store._store import KVStore as KVStore

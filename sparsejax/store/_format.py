@@ -184,7 +184,7 @@ def write_array(file: BinaryIO, values: Any) -> None:
 
 
 def read_array(
-    path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
+    call: str, path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
     """Reads an array of `write_array`; a wrong checksum is a ValueError."""
     values = np.empty(shape, dtype)
@@ -193,8 +193,8 @@ def read_array(
     expected = int.from_bytes(file.read(CHECKSUM_BYTES), "little")
     if not complete or zlib.crc32(content) != expected:
         raise ValueError(
-            f"sparsejax.store.KVStore.load: {path} is damaged: the checksum of the "
-            f"{values.nbytes} bytes before byte {file.tell()} is wrong. Load an older "
+            f"{call}: {path} is damaged: the checksum of the {values.nbytes} bytes "
+            f"before byte {file.tell()} is wrong. Use another copy, or load an older "
             "file."
         )
     return values

@@ -129,8 +129,8 @@ class TableKeys:
     """
 
     def __init__(self, policy: KeyPolicy, arrays: list[np.ndarray]):
-        self.policy, self._columns = policy, arrays[:_COLUMNS]
-        self.keys, self.last_step, self.counts = self._columns
+        self.policy, self.columns = policy, arrays[:_COLUMNS]
+        self.keys, self.last_step, self.counts = self.columns
         self._seen, self._seen_counts, self._cursor = arrays[_COLUMNS:]
         self.height = self.keys.shape[0]
         self.evicted = self.refused = self.waiting = 0
@@ -157,7 +157,7 @@ class TableKeys:
     def forget(self) -> None:
         """Takes all rows their keys away, and forgets all sightings."""
         rows = self.rows()
-        for column in reversed(self._columns):
+        for column in reversed(self.columns):
             column[rows] = 0
         self._sightings.forget()
         self._cursor[:] = 0
@@ -177,8 +177,12 @@ class TableKeys:
         """
         rows = self.rows()
         yield rows.astype(np.int64)
-        for column in self._columns:
+        for column in self.columns:
             yield column[rows]
+        yield from self.sightings()
+
+    def sightings(self) -> Iterator[np.ndarray]:
+        """Keys and counts of the younger sightings, then of the older ones."""
         for pair in self._sightings.contents():
             yield from pair
 
@@ -187,12 +191,38 @@ class TableKeys:
     ) -> None:
         """Sets the arrays of a file; there are no keys yet."""
         rows, *values = arrays
-        hand = description["hand"]
-        for column, x in zip(self._columns, values):
+        for column, x in zip(self.columns, values):
             column[rows] = x
-        self._sightings.restore(values[_COLUMNS::2], values[_COLUMNS + 1 :: 2])
-        self._cursor[_HAND] = hand % max(self.height, 1)
+        self.restore_sightings(values[_COLUMNS:], description["hand"])
         self._reopen()
+
+    def restore_sightings(self, arrays: Sequence[np.ndarray], hand: int) -> None:
+        """Sets the result of `sightings`, and the row at which victims are searched."""
+        self._sightings.forget()
+        self._cursor[:] = 0
+        self._sightings.restore(arrays[::2], arrays[1::2])
+        self._cursor[_HAND] = hand % max(self.height, 1)
+        self._sightings = _Sightings(self._seen, self._seen_counts, self._cursor)
+
+    def can_replace(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> bool:
+        """Returns True if each key has one row after `replace`."""
+        keys, _, counts = columns
+        new = keys[counts > 0]
+        has_row = self._map.find(new)
+        is_once = np.unique(new).size == new.size and (counts >= 0).all()
+        return bool(is_once and np.isin(has_row[has_row >= 0], rows).all())
+
+    def replace(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> np.ndarray:
+        """Sets the columns of distinct rows; returns the keys that lost their row."""
+        old = self.keys[rows[self.counts[rows] > 0]]
+        self._map.remove(old)
+        for column, new in zip(self.columns, columns):
+            column[rows] = new
+        used = rows[self.counts[rows] > 0]
+        self._map.add(self.keys[used], used)
+        self._end = max(self._end, int(used.max(initial=-1)) + 1)
+        self._holes = np.flatnonzero(self.counts[: self._end] == 0)
+        return old[self._map.find(old) < 0]
 
     def find(self, keys: np.ndarray) -> np.ndarray:
         """The row of each key, or the height of the table."""

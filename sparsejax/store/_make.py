@@ -12,6 +12,7 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
+from sparsejax.store._history import History
 from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
 from sparsejax.store._keys import KeyPolicy
@@ -35,6 +36,7 @@ def make_table(
     dtype: Any,
     keys: Any,
     queue: WorkQueue,
+    history: History,
     process: int,
     count: int,
 ) -> Table:
@@ -43,7 +45,7 @@ def make_table(
     Args:
       name, shape_or_array, tx, path, initializer, key, dtype, keys: as in
         `KVStore.init`.
-      queue: of the store.
+      queue, history: of the store.
       process, count: the index of this process, and the number of processes that share
         the rows.
     """
@@ -121,9 +123,12 @@ def make_table(
         memory,
         queue,
         owners,
+        history,
         keys,
     )
     if isinstance(memory, MappedFile):
+        if not memory.is_new:
+            history.forget()  # it does not say which rows changed when
         table.journal = memory.found.get("journal")
         table.flushed_step = memory.found.get("step")
         try:

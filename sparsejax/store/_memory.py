@@ -108,6 +108,7 @@ class MappedFile:
                 file.write(_format.as_bytes(values))
 
         file = _create_unless_there(path, end, write)
+        self.is_new = file is not None
         if file is None:
             if header["given"]:  # its weights would be lost
                 raise ValueError(
@@ -200,8 +201,8 @@ def _read_header(
     if found.get("loading"):
         raise ValueError(
             f"{_INIT}: {path} is half loaded: the process that loaded a saved store "
-            "into it stopped before the end. Delete the file, call init again, and "
-            "then load."
+            "or applied changes to it stopped before the end. Delete the file, call "
+            "init again, and then load."
         )
     fields = "shape", "dtype", "state", "initialized", "key", "keyed"
     _format.check_same(_INIT, path, name, found, header, fields)

@@ -6,7 +6,9 @@ The file has a header that describes all tables, and then for each table:
 - the ids of the touched rows, their weights (or the weights of all rows, if they were
   given as an array), and their leaves of state;
 - if the table has keys: the rows that have a key, with keys, steps and counts, and the
-  sightings of other keys.
+  sightings of other keys;
+- the rows that changed since the store was made, and the version at which each last
+  changed.
 
 Untouched rows take no space: the key in the description makes them again. Each array
 has a checksum.
@@ -20,41 +22,49 @@ from typing import Any
 import numpy as np
 
 from sparsejax._files import as_path, replacing
-from sparsejax.store import _format, _keys, _memory
+from sparsejax.store import _format, _history, _keys, _memory
+from sparsejax.store._history import History
 from sparsejax.store._optimizer import on_host
 from sparsejax.store._table import CHUNK, Table, put_rows
 
 
 MAGIC = b"sparsejax store 3\n"
-_COUNTS = {"touched": int, "keys?": _keys.SAVED}
-_HEADER = {"tables": {"*": _format.DESCRIPTION | _COUNTS}}
+_COUNTS = {"touched": int, "keys?": _keys.SAVED, "changed?": int}
+# Files of earlier versions have neither "history" nor "changed".
+_HEADER = {
+    "tables": {"*": _format.DESCRIPTION | _COUNTS},
+    "history?": _history.SAVED,
+}
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
 
 Report = Callable[[int, int], None]
 
+_KEYS, _CHANGED = "keys", "changed"  # in place of a column
+
 
 def save(
-    path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
+    path: str | os.PathLike[str],
+    tables: Mapping[str, Table],
+    history: History,
+    report: Report,
 ) -> None:
     """Writes all tables to a file that then replaces `path`."""
-    if os.path.isdir(as_path(_SAVE, path)):
-        raise IsADirectoryError(
-            f"{_SAVE}: path must be a file, got the directory {path}."
-        )
-    _refuse_mapped_table(path)
-    descriptions, touched = {}, {}
+    check_target(_SAVE, path)
+    descriptions, touched, changed = {}, {}, {}
     for name, table in tables.items():
         table.check_usable()
         table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
-        count = int(touched[name].size)
+        changed[name] = _history.rows_since(table.changed_at, 0)
+        counts = {"touched": touched[name].size, "changed": changed[name].size}
         keys = {} if table.keys is None else {"keys": table.keys.description()}
-        descriptions[name] = table.description() | {"touched": count} | keys
+        descriptions[name] = table.description() | counts | keys
     total = sum(_steps(description) for description in descriptions.values())
     done = 0
     with replacing(path) as file:
-        _format.write_header(file, MAGIC, {"tables": descriptions})
+        header = {"tables": descriptions, "history": history.description()}
+        _format.write_header(file, MAGIC, header)
         for name, table in tables.items():
             for leaf in table.rest:
                 _format.write_array(file, leaf)
@@ -71,19 +81,30 @@ def save(
             if table.keys is not None:
                 for array in table.keys.contents():
                     _format.write_array(file, array)
-        _refuse_mapped_table(path)  # it may have been made since this save began
+            _format.write_array(file, changed[name])
+            versions = np.take(table.changed_at, changed[name], mode="clip")
+            _format.write_array(file, versions)
+        check_target(_SAVE, path)  # a table may have been made there meanwhile
 
 
-def _refuse_mapped_table(path: str | os.PathLike[str]) -> None:
+def check_target(call: str, path: str | os.PathLike[str]) -> None:
+    """Raises if `path` is a directory, or the file of a mapped table."""
+    if os.path.isdir(as_path(call, path)):
+        raise IsADirectoryError(
+            f"{call}: path must be a file, got the directory {path}."
+        )
     if _memory.is_mapped_table(path):
         raise ValueError(
-            f"{_SAVE}: {path} is the file of a memory-mapped table, which saving would "
-            "destroy. Save to another path."
+            f"{call}: {path} is the file of a memory-mapped table, which this call "
+            "would destroy. Use another path."
         )
 
 
 def load(
-    path: str | os.PathLike[str], tables: Mapping[str, Table], report: Report
+    path: str | os.PathLike[str],
+    tables: Mapping[str, Table],
+    history: History,
+    report: Report,
 ) -> None:
     """Reads a file of `save` into tables with the same names and descriptions.
 
@@ -107,7 +128,8 @@ def load(
             contents = _contents(path, file, tables[name], description)
             next(contents)
             for column, rows, _ in contents:
-                advance(rows.size if column is not None else 0)
+                if isinstance(column, np.ndarray):
+                    advance(rows.size)
         file.seek(start)
         for table in tables.values():
             table.set_loading(True)
@@ -123,15 +145,21 @@ def load(
             for leaf, new in zip(table.rest, rest):
                 leaf[...] = new
             for column, rows, values in contents:
-                if column is None:
+                if column is _KEYS:
                     assert table.keys is not None
                     table.keys.restore(description["keys"], values)
-                    continue
-                put_rows(column, rows, values)
-                advance(rows.size)
+                elif column is _CHANGED:
+                    table.changed_at[rows] = values
+                else:
+                    put_rows(column, rows, values)
+                    advance(rows.size)
         for table in tables.values():
             table.memory.flush()
             table.set_loading(False)
+        if "history" in header:
+            history.follow(header["history"])
+        else:
+            history.forget()
 
 
 def _contents(
@@ -140,8 +168,9 @@ def _contents(
     """Reads the arrays of a table.
 
     Yields first `(state without rows, ids of the touched rows)`, and then, chunk by
-    chunk, `(column, rows, values)`. Last, if the table has keys, `(None, rows, arrays)`
-    with the arrays of `TableKeys.contents`.
+    chunk, `(column, rows, values)`. If the table has keys, `(_KEYS, rows, arrays)`
+    follows, with the arrays of `TableKeys.contents`. Last, unless the file is of an
+    earlier version, `(_CHANGED, rows, versions)`.
     """
 
     def check_rows(ids):
@@ -152,7 +181,7 @@ def _contents(
                 "ascending row ids. Load an older file."
             )
 
-    read = lambda shape, dtype: _format.read_array(path, file, shape, dtype)
+    read = lambda shape, dtype: _format.read_array(_LOAD, path, file, shape, dtype)
     rest = [read(leaf.shape, leaf.dtype) for leaf in table.rest]
     touched = read((description["touched"],), np.int64)
     check_rows(touched)
@@ -166,7 +195,11 @@ def _contents(
     if table.keys is not None:
         arrays = [read((n,), np.int64) for n in _keys.sizes(description["keys"])]
         check_rows(arrays[0])
-        yield None, arrays[0], arrays
+        yield _KEYS, arrays[0], arrays
+    if "changed" in description:
+        changed = read((description["changed"],), np.int64)
+        check_rows(changed)
+        yield _CHANGED, changed, read(changed.shape, np.int64)
 
 
 def _checked_descriptions(
@@ -229,6 +262,9 @@ def _bytes(table: Table, description: dict[str, Any]) -> int:
         sizes = _keys.sizes(description["keys"])
         size += sum(sizes) * 8
         arrays += len(sizes)
+    if "changed" in description:
+        size += description["changed"] * 16
+        arrays += 2
     for column, n in columns:
         size += n * int(np.prod(column.shape[1:])) * column.dtype.itemsize
         arrays += -(-n // CHUNK)

@@ -208,6 +208,7 @@ class Staging:
         if any((a != b).any() for a, b in zip(new, rest)):
             if self._journal is not None:
                 self._journal.before_write(np.empty((0,), np.int64))
+            self._table.history.advance()
             for old, value in zip(rest, new):
                 old[...] = value
 

@@ -20,7 +20,9 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
-from sparsejax.store import _pulled_calls, _saving
+from sparsejax.store import _changes, _pulled_calls, _saving
+from sparsejax.store._changes import Changes
+from sparsejax.store._history import History
 from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
 from sparsejax.store._leaf import StoredTable
@@ -84,6 +86,8 @@ class KVStore:
       and `forward` run functions of such trees on the rows that they read.
     - `assign`, `pull_all`: set rows; read all rows.
     - `save`, `load`: all tables, to and from a file.
+    - `version`, `changed_since`: which rows changed; `export_changes`,
+      `apply_changes`: these rows, to and from a file.
     - `names`, `spec`, `is_trainable`, `stats`: the tables, their shapes and
       dtypes, and their statistics.
     - `flush`, `close`: write mapped files to disk; end the store.
@@ -126,6 +130,7 @@ class KVStore:
             self._place = self._devices.process, self._devices.count
         self._tables: dict[str, Table] = {}
         self._queue = WorkQueue()
+        self._history = History()
         self._depths: list[int] = []  # of the iterators of prefetch that run
         self._closed = False
 
@@ -223,6 +228,7 @@ class KVStore:
             dtype,
             keys,
             self._queue,
+            self._history,
             *self._place,
         )
         self._run(call, lambda: self._tables.update({name: table}))
@@ -882,9 +888,10 @@ class KVStore:
 
         def work():
             table.check_not_cached(call)
-            for rows, values in _rows_to_assign(table, given):
-                table.touch(rows)
-                table.write(rows, [values])
+            with self._history.one_change():
+                for rows, values in _rows_to_assign(table, given):
+                    table.touch(rows)
+                    table.write(rows, [values])
 
         self._run(call, work)
 
@@ -913,7 +920,8 @@ class KVStore:
         call = f"{_CALL}.save"
         path = own_path(path, *self._place)
         with _progress.progress_reporter(call, progress) as report:
-            self._run(call, lambda: _saving.save(path, self._tables, report))
+            arguments = path, self._tables, self._history, report
+            self._run(call, lambda: _saving.save(*arguments))
 
     def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
         """Loads a file written by `save` into the tables of this store.
@@ -939,7 +947,149 @@ class KVStore:
 
         path = own_path(path, *self._place)
         with _progress.progress_reporter(call, progress) as report:
-            self._run(call, lambda: _saving.load(path, self._tables, report))
+            arguments = path, self._tables, self._history, report
+            self._run(call, lambda: _saving.load(*arguments))
+
+    # -- what changed -----------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """A number that grows with each change of a table, after all earlier pushes.
+
+        It is 0 in a new store. `load` and `apply_changes` set it to the version of the
+        file. A table whose file already existed may have any rows, so that `init`
+        begins a new version, before which no changes are known.
+        """
+        return self._run(f"{_CALL}.version", lambda: self._history.version)
+
+    def changed_since(self, version: int) -> dict[str, np.ndarray]:
+        """The ids of the rows that changed after a version.
+
+        A row changes if its weights, its state or its key changes, or the use of its
+        key by `insert`. A row that is read for the first time does not: it starts the
+        same in each store. The store keeps the last version of each row, 8 bytes.
+
+        Args:
+          version: an earlier `version`.
+
+        Returns:
+          For each table integers `[n]`, ascending; with several processes, the rows of
+          this one. In a store that follows another one, rows of the versions that this
+          store skipped may be among them.
+
+        Raises:
+          ValueError: the store has not reached the version, or does not know the
+            changes since.
+          RuntimeError: a CachedTable has rows that were trained since its last flush.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", (1000, 2), None)
+          >>> before = store.version
+          >>> store.assign("words", sj.SelectedRows([7], jnp.ones((1, 2)), 1000))
+          >>> store.changed_since(before)
+          {'words': array([7], dtype=int32)}
+        """
+        call = f"{_CALL}.changed_since"
+        version = _arguments.static_int(call, "version", version)
+
+        def work():
+            found = _changes.changed_since(call, self._tables, self._history, version)
+            return {name: self._tables[name].ids_of(x) for name, x in found.items()}
+
+        return self._run(call, work)
+
+    def export_changes(
+        self, path: str | os.PathLike[str], *, since: int, state: bool = False
+    ) -> int:
+        """Writes the rows that changed after a version to a file, for `apply_changes`.
+
+        The file has the weights of these rows and, of a table with keys, the key of
+        each row that changed: new keys, and rows whose key was evicted. It is written
+        next to `path`, and replaces `path` when it is complete and on disk, as by
+        `save`. It has a checksum for each array.
+
+        With several processes, each writes its own rows to a file of its own, as by
+        `save`.
+
+        Args:
+          path: of the file, in an existing directory.
+          since: an earlier `version`; the follower must have reached it.
+          state: True to write also the optimizer state of the rows, the counts, and the
+            sightings of keys, so that a follower can go on training. For that, pass it
+            for all files.
+
+        Returns:
+          The version that a follower has after `apply_changes`: `since` of the next
+          file.
+
+        Raises:
+          IsADirectoryError: `path` is a directory.
+          TypeError: `state` is not a bool.
+          ValueError: the store has not reached `since`, or does not know the changes
+            since; `path` is the file of a memory-mapped table.
+          RuntimeError: a table is half loaded, or a CachedTable has rows that were
+            trained since its last flush.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj, tempfile
+          >>> path = f"{tempfile.mkdtemp()}/changes"
+          >>> trainer, follower = sj.store.KVStore(), sj.store.KVStore()
+          >>> for store in trainer, follower:
+          ...     store.init("words", (1000, 2), None)
+          >>> trainer.assign("words", sj.SelectedRows([7], jnp.ones((1, 2)), 1000))
+          >>> version = trainer.export_changes(path, since=0)
+          >>> changes = follower.apply_changes(path)
+          >>> follower.pull("words", [6, 7], capacity=2).values
+          Array([[0., 0.],
+                 [1., 1.]], dtype=float32)
+
+        References:
+          TorchRec, `ModelDeltaTracker`; DeepRec, incremental checkpoints.
+        """
+        call = f"{_CALL}.export_changes"
+        since = _arguments.static_int(call, "since", since)
+        state = _arguments.check_bool(call, "state", state)
+        path = own_path(path, *self._place)
+        work = functools.partial(
+            _changes.export, path, self._tables, self._history, since, state
+        )
+        return self._run(call, work)
+
+    def apply_changes(self, path: str | os.PathLike[str]) -> dict[str, Changes]:
+        """Applies a file that `export_changes` of another store wrote.
+
+        This store then has the version of the file, and the weights of the other store
+        at this version, to the bit. Both stores must be made by `init` with the same
+        tables, keys of initializers and given arrays, or this store must have loaded a
+        file that the other one saved. Apply the files in order. A file whose version
+        was reached before changes nothing.
+
+        The whole file is read into memory and checked before anything is changed. If
+        the process is killed later, a mapped table is half loaded, as by `load`.
+
+        Args:
+          path: of the file.
+
+        Returns:
+          For each table the ids of the rows that changed, and the keys that lost their
+          row.
+
+        Raises:
+          FileNotFoundError: there is no such file.
+          ValueError: the file is not a file of `export_changes`, is truncated or
+            damaged, has other tables, or has the changes of another store; changes
+            before those of the file are missing. Nothing has changed.
+          RuntimeError: a CachedTable is over a table; a table is half loaded.
+
+        Example:
+          See `export_changes`.
+        """
+        call = f"{_CALL}.apply_changes"
+        path = own_path(path, *self._place)
+        work = functools.partial(_changes.apply, path, self._tables, self._history)
+        return self._run(call, work)
 
     def flush(self) -> None:
         """Waits until all pushes are done and memory-mapped tables are on the disk.

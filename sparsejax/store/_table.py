@@ -20,7 +20,8 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax.store import _format
+from sparsejax.store import _format, _memory
+from sparsejax.store._history import History
 from sparsejax.store._in_flight import EarlyRows, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
@@ -101,6 +102,7 @@ class Table:
       memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
       queue: in which all work on the table runs; the tables of a store share it.
       owners: which ids the rows have, if several processes share a larger table.
+      history: the versions of its store.
       policy: of its keys, or None for a table without keys.
     """
 
@@ -116,6 +118,7 @@ class Table:
         memory: Any,
         queue: WorkQueue,
         owners: Owners,
+        history: History,
         policy: KeyPolicy | None = None,
     ):
         self.name, self.shape, self.dtype = name, shape, np.dtype(dtype)
@@ -123,7 +126,9 @@ class Table:
         self.whole_shape = (owners.height, *shape[1:])  # of all processes
         self.optimizer, self.initializer = optimizer, initializer
         self.key, self.given, self.memory = key, given, memory
-        self.queue, self.owners = queue, owners
+        self.queue, self.owners, self.history = queue, owners, history
+        # For each row the version at which it last changed.
+        self.changed_at = _memory.zeros((self.height,), np.int64)
         self.in_flight: list[EarlyRows] = []
         self.weights, self.touched, *state = memory.arrays
         self.keys = None
@@ -202,8 +207,8 @@ class Table:
             )
         if self.is_loading:
             raise RuntimeError(
-                f"sparsejax.store: table {self.name!r} is half loaded: KVStore.load "
-                "stopped before the end. Call load again."
+                f"sparsejax.store: table {self.name!r} is half loaded: KVStore.load or "
+                "apply_changes stopped before the end. Call load again."
             )
 
     def check_not_cached(self, call: str) -> None:
@@ -283,6 +288,7 @@ class Table:
 
     def write(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
         """Replaces distinct ascending rows: their weights, or weights and state."""
+        self.changed_at[rows] = self.history.advance()
         for column, new in zip(self.columns, columns):
             put_rows(column, rows, new)
         self._mark_stale(rows)
@@ -332,12 +338,15 @@ class Table:
                 "CachedTable, and make another one after insert; or refuse such keys, "
                 "KeyPolicy(max_evictions=0)."
             )
-        # A row without a key may have weights: of a key that was removed before a kill,
-        # or of a row that was used by its id.
-        self.clear(plan.free[self.touched[plan.free] != 0])
-        self.keys.release(plan.evicted)
-        self.clear(plan.evicted)
-        self.keys.commit(plan)
+        with self.history.one_change():
+            # A row without a key may have weights: of a key that was removed before a
+            # kill, or of a row that was used by its id.
+            self.clear(plan.free[self.touched[plan.free] != 0])
+            self.keys.release(plan.evicted)
+            self.clear(plan.evicted)
+            self.keys.commit(plan)
+            for rows in (plan.known, plan.free):  # their use changed, or their key
+                self.changed_at[rows] = self.history.version
         rows = self.keys.find(keys)
         if where is not None:
             rows[~where] = self.height
@@ -385,10 +394,15 @@ class Table:
 
     def clear(self, rows: np.ndarray) -> None:
         """Makes `rows` untouched again: fresh weights and state when next touched."""
+        self.changed_at[rows] = self.history.advance()
         for column in self.columns:
             column[rows] = 0
         self.touched[rows] = 0  # last: an untouched row is all zeros
         self._mark_stale(rows)
+
+    def ids_of(self, rows: np.ndarray) -> np.ndarray:
+        """The ids of rows of this process, in the dtype of `SelectedRows.rows`."""
+        return self.owners.ids(rows).astype(_arguments.index_dtype(self.owners.height))
 
     def reset(self, key: dict[str, Any]) -> None:
         """Makes all rows untouched again; rows touched later start from `key`."""
@@ -398,6 +412,7 @@ class Table:
             for column in [self.weights, *self.by_row, self.touched]:
                 column[rows] = 0
         self._mark_stale(None)
+        self.changed_at = _memory.zeros((self.height,), np.int64)
         if self.keys is not None:
             self.keys.forget()
         self.describe_as(key, given=False)
@@ -428,7 +443,7 @@ class Table:
         self.is_closed = True
         if self.cache is not None:
             self.cache.release()
-        self.weights = self.touched = np.zeros((0,))
+        self.weights = self.touched = self.changed_at = np.zeros((0,))
         self.by_row, self.rest, self.keys = [], [], None
         self.memory.close()
 

@@ -332,7 +332,9 @@ def test_a_mapped_table_of_an_array(tmp_path):
         store.init("t", (V, D), TX, path=tmp_path / "other")
         assert_same_bits(store.pull_all("t"), expected)
         store.save(tmp_path / "again")
-    assert (tmp_path / "again").read_bytes() == (tmp_path / "store").read_bytes()
+        store.assign("t", ARRAY)
+        store.load(tmp_path / "again")
+        assert_same_bits(store.pull_all("t"), expected)
 
 
 def test_one_store_at_a_time(tmp_path):

@@ -1,0 +1,119 @@
+"""The versions of a store, and the version at which each row last changed.
+
+A version is a number that grows with each change of a table of the store. Each table
+keeps an int64 for each row: the version at which the row last changed. So the memory is
+bounded by the number of rows, and the rows that changed since any version are known.
+
+Numbers alone do not tell what a store contains: a trainer that is killed and goes on
+from a file repeats numbers with other rows. So versions belong to branches. The store
+begins a branch, with a random name, at its first change, and again at its first change
+after it took over the versions of a file. Two stores have the same rows if they have
+the same version on the same branch.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+
+# The schema of `History.description`, for `check_json`.
+BRANCHES = [{"name": str, "start": int}]
+SAVED = {"version": int, "known_since": int, "branches": BRANCHES}
+
+_MOST_BRANCHES = 64  # followers that are older than so many restarts are refused
+_BLOCK = 1 << 20  # rows at a time, when all versions are read
+
+
+class History:
+    """The versions of a store, which its tables share."""
+
+    def __init__(self):
+        self.version = 0
+        self.known_since = 0  # the changes since this version are known, not before
+        self._branches: list[tuple[str, int]] = []  # names, and the version before each
+        self._process: int | None = None  # the one that began the last branch
+        self._is_joined = False
+
+    def advance(self) -> int:
+        """The version of a change that begins."""
+        if not self._is_joined:
+            if self._process != os.getpid():  # a forked child has a branch of its own
+                self._process = os.getpid()
+                branch = secrets.token_hex(8), self.version
+                self._branches = [*self._branches[1 - _MOST_BRANCHES :], branch]
+            self.version += 1
+        return self.version
+
+    @contextlib.contextmanager
+    def one_change(self) -> Iterator[None]:
+        """All changes within it have one version."""
+        self.advance()
+        self._is_joined = True
+        try:
+            yield
+        finally:
+            self._is_joined = False
+
+    def forget(self) -> None:
+        """Begins anew: any row may have changed, before the version that begins."""
+        self._process = None
+        self.known_since = self.advance()
+        self._branches = self._branches[-1:]
+
+    def follow(self, description: dict[str, Any]) -> None:
+        """Takes over the version and the branches of a file."""
+        self.version = description["version"]
+        self.known_since = description.get("known_since", self.known_since)
+        branches = description["branches"]
+        self._branches = [(branch["name"], branch["start"]) for branch in branches]
+        self._process = None
+
+    def branches(self) -> list[dict[str, Any]]:
+        """The branches, for the header of a file."""
+        return [{"name": name, "start": start} for name, start in self._branches]
+
+    def description(self) -> dict[str, Any]:
+        """The part about versions in the header of a saved store, see `SAVED`."""
+        return {
+            "version": self.version,
+            "known_since": self.known_since,
+            "branches": self.branches(),
+        }
+
+    def has_passed(self, branches: Sequence[dict[str, Any]], version: int) -> bool:
+        """Returns True if the store had this version, of a file with these branches."""
+        theirs = [(branch["name"], branch["start"]) for branch in branches]
+        return version <= self.version and _is_same(self._branches, theirs, version)
+
+    def is_passed_by(self, branches: Sequence[dict[str, Any]], version: int) -> bool:
+        """Returns True if a store with these branches and version had this one."""
+        theirs = [(branch["name"], branch["start"]) for branch in branches]
+        return self.version <= version and _is_same(
+            self._branches, theirs, self.version
+        )
+
+
+def _is_same(
+    ours: Sequence[tuple[str, int]], theirs: Sequence[tuple[str, int]], version: int
+) -> bool:
+    """Returns True if both made this version on the same branch."""
+    if not version:
+        return True  # nothing had changed
+    names = [
+        next((name for name, start in reversed(branches) if start < version), None)
+        for branches in (ours, theirs)
+    ]
+    return names[0] is not None and names[0] == names[1]
+
+
+def rows_since(changed_at: np.ndarray, version: int) -> np.ndarray:
+    """The rows that changed after a version, int64, ascending."""
+    found = [
+        start + np.flatnonzero(changed_at[start : start + _BLOCK] > version)
+        for start in range(0, changed_at.size, _BLOCK)
+    ]
+    return np.concatenate([np.zeros((0,), np.int64), *found])
