@@ -12,7 +12,9 @@ they are. Then for each table:
   count of 0 means that the row has no key; with state, all sightings of other keys.
 
 Each array has a checksum. A file is read and checked as a whole before a table changes.
-All values are absolute, so a file may begin before the version of the follower.
+All values are absolute, so a file may begin before the version of the follower. A file
+since version 0 has all rows that are not as `init` makes them: it may replace whatever
+a follower has.
 """
 
 import contextlib
@@ -30,7 +32,7 @@ from sparsejax.store._saving import check_target
 from sparsejax.store._table import CHUNK, Table
 
 
-MAGIC = b"sparsejax changes 1\n"
+MAGIC = b"sparsejax delta 1\n"
 _SIGHTINGS = {"young": int, "old": int, "hand": int}
 _HEADER = {
     "since": int,
@@ -88,12 +90,9 @@ def changed_since(
         raise ValueError(
             f"{call}: the changes since version {since} are not known, only those "
             f"since version {history.known_since}, because a table was opened from its "
-            "file, or loaded from a file without versions. Bring the follower to this "
-            "version with save and load."
+            "file, or loaded from a file without versions. export_changes(since=0) "
+            "writes all rows."
         )
-    for table in tables.values():
-        table.check_usable()
-        table.check_written_back(call)
     return {
         name: _history.rows_since(table.changed_at, since)
         for name, table in tables.items()
@@ -108,16 +107,17 @@ def export(
     state: bool,
 ) -> int:
     """Writes the rows that changed after a version; returns the current version."""
-    rows = changed_since(_EXPORT, tables, history, since)
     check_target(_EXPORT, path)
-    parts = {}
+    if since == 0 < history.known_since:
+        rows = {name: _all_rows(table) for name, table in tables.items()}
+    else:
+        rows = changed_since(_EXPORT, tables, history, since)
+    is_touched, descriptions = {}, {}
     for name, table in tables.items():
-        is_touched = table.touched[rows[name]] != 0
-        parts[name] = rows[name], is_touched, rows[name][is_touched]
-    descriptions = {}
-    for name, table in tables.items():
-        _, is_touched, touched = parts[name]
-        counts = {"rows": is_touched.size, "touched": touched.size}
+        # The weights that were given belong to rows that may be untouched.
+        is_touched[name] = (table.touched[rows[name]] != 0) | table.given
+        touched = int(np.count_nonzero(is_touched[name]))
+        counts = {"rows": rows[name].size, "touched": touched}
         descriptions[name] = table.description() | counts
         if table.keys is not None:
             sightings = table.keys.description() if state else {}
@@ -134,9 +134,18 @@ def export(
     with replacing(path) as file:
         _format.write_header(file, MAGIC, header)
         for name, table in tables.items():
-            _write_table(file, table, *parts[name], state)
+            _write_table(file, table, rows[name], is_touched[name], state)
         check_target(_EXPORT, path)
     return history.version
+
+
+def _all_rows(table: Table) -> np.ndarray:
+    """The rows that may not be as `init` makes them, int64, ascending."""
+    if table.given:
+        return np.arange(table.height)
+    is_known = table.touched != 0
+    is_known[_history.rows_since(table.changed_at, 0)] = True
+    return np.flatnonzero(is_known)
 
 
 def _write_table(
@@ -144,9 +153,9 @@ def _write_table(
     table: Table,
     rows: np.ndarray,
     is_touched: np.ndarray,
-    touched: np.ndarray,
     state: bool,
 ) -> None:
+    touched = rows[is_touched]
     _format.write_array(file, rows)
     _format.write_array(file, is_touched.astype(np.uint8))
     for column in table.columns if state else [table.weights]:
@@ -198,11 +207,13 @@ def apply(
     with open(as_path(_APPLY, path), "rb") as file:
         header = _format.read_header(_APPLY, path, file, MAGIC, _HEADER)
         _check_tables(path, header, tables)
-        is_old = _check_version(path, header, history)
+        is_old, replaces = _check_version(path, header, tables, history)
         _check_size(path, file, header, tables)
         read = lambda shape, dtype: _format.read_array(_APPLY, path, file, shape, dtype)
         parts = {
-            name: _read_part(path, read, tables[name], description, header["state"])
+            name: _read_part(
+                path, read, tables[name], description, header["state"], replaces
+            )
             for name, description in header["tables"].items()
         }
     if is_old:
@@ -212,12 +223,20 @@ def apply(
             for name, table in tables.items()
         }
     for name, part in parts.items():
+        index = tables[name].keys
+        if index is not None and not index.can_replace(part.rows, part.keys):
+            raise _damaged(path, name, "a key has several rows")
+    for name, part in parts.items():
         tables[name].touch(part.rows[part.is_touched])  # which a usable table allows
     with _marked_as_loading(tables), history.one_change():
         found = {name: _apply_part(tables[name], part) for name, part in parts.items()}
         history.follow(header)
         for name, part in parts.items():
+            if replaces:
+                tables[name].forget_changes()
             tables[name].changed_at[part.rows] = history.version
+        if replaces:
+            history.known_since = history.version
     return found
 
 
@@ -267,26 +286,40 @@ def _check_tables(
             raise _damaged(path, name, "it has no keys")
 
 
-def _check_version(path: Any, header: dict[str, Any], history: History) -> bool:
-    """Returns True if a file was applied before; a ValueError for any other."""
+def _check_version(
+    path: Any, header: dict[str, Any], tables: Mapping[str, Table], history: History
+) -> tuple[bool, bool]:
+    """Raises a ValueError for a file that does not fit.
+
+    Returns:
+      `(is_old, replaces)`: the file was applied before; the file has all rows, and is
+      of another store, or this store has changes of its own.
+    """
     branches, since, version = (
         header[field] for field in ("branches", "since", "version")
     )
     if history.has_passed(branches, version):
-        return True
+        return True, False
     if not history.is_passed_by(branches, version):
+        has_all = all(
+            not table.given or header["tables"][name]["rows"] == table.height
+            for name, table in tables.items()
+        )
+        if since == 0 and has_all:
+            return False, True
         raise ValueError(
             f"{_APPLY}: {path} has the changes from version {since} to {version} of "
             f"another store than the one that this store follows to version "
             f"{history.version}: this store was changed itself, or the other store "
-            "went on from an older file. Load a file that the other store saved."
+            "went on from an older file. Load a file that the other store saved, or "
+            "apply one of export_changes(since=0)."
         )
     if since > history.version:
         raise ValueError(
             f"{_APPLY}: {path} has the changes since version {since}, but this store "
             f"is at version {history.version}. First apply the files between them."
         )
-    return False
+    return False, False
 
 
 def _check_size(
@@ -320,7 +353,12 @@ def _check_size(
 
 
 def _read_part(
-    path: Any, read: Any, table: Table, description: dict[str, Any], state: bool
+    path: Any,
+    read: Any,
+    table: Table,
+    description: dict[str, Any],
+    state: bool,
+    replaces: bool,
 ) -> _Part:
     """Reads and checks the changes of a table."""
     count, touched = description["rows"], description["touched"]
@@ -345,12 +383,23 @@ def _read_part(
     keys, sightings, hand = [], [], 0
     if table.keys is not None:
         keys = [read((count,), np.int64) for _ in table.keys.columns]
-        if not table.keys.can_replace(rows, keys):
-            raise _damaged(path, table.name, "a key has several rows")
         if state:
             sizes = description["keys"]
             young, old, hand = (sizes[x] for x in ("young", "old", "hand"))
             sightings = [read((n,), np.int64) for n in (young, young, old, old)]
+    if replaces:  # all other rows become untouched
+        others = np.setdiff1d(_all_rows(table), rows, assume_unique=True)
+        order = np.argsort(np.concatenate([rows, others]))
+        rows, is_touched, *keys = (
+            np.concatenate([x, y])[order]
+            for x, y in zip(
+                [rows, is_touched, *keys],
+                [
+                    others,
+                    *(np.zeros(others.shape, x.dtype) for x in [is_touched, *keys]),
+                ],
+            )
+        )
     return _Part(rows, is_touched, columns, rest, keys, sightings, hand)
 
 

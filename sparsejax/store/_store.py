@@ -995,6 +995,9 @@ class KVStore:
         version = _arguments.static_int(call, "version", version)
 
         def work():
+            for table in self._tables.values():
+                table.check_usable()
+                table.check_written_back(call)
             found = _changes.changed_since(call, self._tables, self._history, version)
             return {name: self._tables[name].ids_of(x) for name, x in found.items()}
 
@@ -1012,6 +1015,10 @@ class KVStore:
 
         With several processes, each writes its own rows to a file of its own, as by
         `save`.
+
+        A file since version 0 has all rows that changed, and a follower may apply it
+        whatever it has: its other rows start anew. It has all rows that were touched if
+        the store does not know the changes since version 0.
 
         Args:
           path: of the file, in an existing directory.
@@ -1052,9 +1059,14 @@ class KVStore:
         since = _arguments.static_int(call, "since", since)
         state = _arguments.check_bool(call, "state", state)
         path = own_path(path, *self._place)
-        work = functools.partial(
-            _changes.export, path, self._tables, self._history, since, state
-        )
+        arguments = path, self._tables, self._history, since, state
+
+        def work():
+            for table in self._tables.values():
+                table.check_usable()
+                table.check_written_back(call)
+            return _changes.export(*arguments)
+
         return self._run(call, work)
 
     def apply_changes(self, path: str | os.PathLike[str]) -> dict[str, Changes]:
@@ -1062,9 +1074,10 @@ class KVStore:
 
         This store then has the version of the file, and the weights of the other store
         at this version, to the bit. Both stores must be made by `init` with the same
-        tables, keys of initializers and given arrays, or this store must have loaded a
-        file that the other one saved. Apply the files in order. A file whose version
-        was reached before changes nothing.
+        tables, initializers, keys and given arrays, or this store must have loaded a
+        file that the other one saved. The follower may have tables without optimizer,
+        for files without state. Apply the files in order. A file whose version was
+        reached before changes nothing.
 
         The whole file is read into memory and checked before anything is changed. If
         the process is killed later, a mapped table is half loaded, as by `load`.
@@ -1079,8 +1092,8 @@ class KVStore:
         Raises:
           FileNotFoundError: there is no such file.
           ValueError: the file is not a file of `export_changes`, is truncated or
-            damaged, has other tables, or has the changes of another store; changes
-            before those of the file are missing. Nothing has changed.
+            damaged, or has other tables; it is not since version 0, and has the changes
+            of another store, or later changes than the next ones. Nothing has changed.
           RuntimeError: a CachedTable is over a table; a table is half loaded.
 
         Example:

@@ -127,8 +127,7 @@ class Table:
         self.optimizer, self.initializer = optimizer, initializer
         self.key, self.given, self.memory = key, given, memory
         self.queue, self.owners, self.history = queue, owners, history
-        # For each row the version at which it last changed.
-        self.changed_at = _memory.zeros((self.height,), np.int64)
+        self.forget_changes()
         self.in_flight: list[EarlyRows] = []
         self.weights, self.touched, *state = memory.arrays
         self.keys = None
@@ -400,6 +399,10 @@ class Table:
         self.touched[rows] = 0  # last: an untouched row is all zeros
         self._mark_stale(rows)
 
+    def forget_changes(self) -> None:
+        """Makes the array of the version at which each row last changed."""
+        self.changed_at = _memory.zeros((self.height,), np.int64)
+
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """The ids of rows of this process, in the dtype of `SelectedRows.rows`."""
         return self.owners.ids(rows).astype(_arguments.index_dtype(self.owners.height))
@@ -412,7 +415,7 @@ class Table:
             for column in [self.weights, *self.by_row, self.touched]:
                 column[rows] = 0
         self._mark_stale(None)
-        self.changed_at = _memory.zeros((self.height,), np.int64)
+        self.forget_changes()
         if self.keys is not None:
             self.keys.forget()
         self.describe_as(key, given=False)

@@ -33,10 +33,17 @@ def _save_store(path):
         store.save(path)
 
 
+def _export_changes(path):
+    with sj.store.KVStore() as store:
+        store.init("t", (3, 2), None)
+        store.export_changes(path, since=0)
+
+
 # All that writes a file.
 WRITERS: dict[str, Any] = {
     "replacing": _write,
     "KVStore.save": _save_store,
+    "KVStore.export_changes": _export_changes,
     "Vocabulary.save": lambda path: sj.data.Vocabulary([], []).save(path),
 }
 each_writer = pytest.mark.parametrize("name", WRITERS)

@@ -12,10 +12,10 @@ from helpers import run_python
 def test_nothing_is_lost_to_kills():
     """Two kills of each kind of work."""
     lines = run_python(
-        "-m", "tests.tools.kills", "--count", 16, "--seed", 1
+        "-m", "tests.tools.kills", "--count", 18, "--seed", 1
     ).splitlines()
-    assert lines[-1] == "16 kills of seed 1, nothing lost"
-    assert [line.split()[1] for line in lines[:-1]] == ["2"] * 8
+    assert lines[-1] == "18 kills of seed 1, nothing lost"
+    assert [line.split()[1] for line in lines[:-1]] == ["2"] * 9
 
 
 @pytest.mark.slow

@@ -170,6 +170,11 @@ def train(mesh, process, directory) -> dict[str, Any]:
     resumed.init("t", (HEIGHT, WIDTH), transformation(), path=path.with_name("mapped"))
     resumed.load(path)
 
+    followed = sj.store.KVStore(mesh)
+    followed.init("t", initial(), transformation())
+    store.export_changes(path.with_name("changes"), since=0)
+    followed.apply_changes(path.with_name("changes"))
+
     normal = init_normal(sj.store.KVStore(mesh))
     fresh = normal.pull_all("n")
     half = HEIGHT // 2
@@ -183,6 +188,7 @@ def train(mesh, process, directory) -> dict[str, Any]:
         "whole": store.pull_all("t"),
         "prefetched": ahead.pull_all("t"),
         "resumed": resumed.pull_all("t"),
+        "followed": followed.pull_all("t"),
         "replica": local(replica),
         "fresh": fresh,
         "assigned": normal.pull_all("n"),

@@ -207,6 +207,7 @@ def test_two_processes_equal_one(trained, tmp_path):
         close(part["whole"], trained)
         close(part["prefetched"], trained)
         close(part["resumed"], trained)
+        close(part["followed"], trained)
         # And data_parallel over both, its table on every device.
         close(part["replica"], trained)
     for name in parts[0].files:

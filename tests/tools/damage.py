@@ -234,12 +234,14 @@ def change_header(rng: random.Random, files: Files) -> Files:
 
 
 def change_arrays(rng: random.Random, files: Files) -> Files:
-    """Other ids or values in a saved store, with the right checksum."""
+    """Other ids in a saved store, or in a file of changes, with the right checksum."""
     ((name, data),) = files.items()
     size = int.from_bytes(data[18:26], "little")
     (table,) = json.loads(data[30 : 30 + size])["tables"].values()
-    start = 30 + size + 8  # after the count of steps and its checksum
-    end = start + 8 * table["touched"]
+    start, count = 30 + size, table.get("rows")
+    if count is None:  # a saved store: after the count of steps and its checksum
+        start, count = start + 8, table["touched"]
+    end = start + 8 * count
     ids = np.frombuffer(data[start:end], np.int64).copy()
     if len(ids):
         ids[rng.randrange(len(ids))] = rng.choice([-1, 0, 7, 10**6, 2**62])
@@ -248,6 +250,21 @@ def change_arrays(rng: random.Random, files: Files) -> Files:
     content = ids.tobytes()
     mark = zlib.crc32(content).to_bytes(4, "little")
     return {name: data[:start] + content + mark + data[end + 4 :]}
+
+
+def change_keys(rng: random.Random, files: Files) -> Files:
+    """Another key, step or count in a file of changes, with the right checksum."""
+    ((name, data),) = files.items()
+    size = int.from_bytes(data[18:26], "little")
+    header = json.loads(data[30 : 30 + size])
+    count = header["tables"]["t"]["rows"]
+    end = len(data) - 4 * 4 * header["state"]  # before the sightings, which are none
+    end -= (8 * count + 4) * rng.randrange(3) + 4
+    numbers = np.frombuffer(data[end - 8 * count : end], np.int64).copy()
+    numbers[rng.randrange(count)] = rng.choice([*numbers.tolist(), -1, 0, 2**62])
+    content = numbers.tobytes()
+    mark = zlib.crc32(content).to_bytes(4, "little")
+    return {name: data[: end - 8 * count] + content + mark + data[end + 4 :]}
 
 
 _DTYPES = "|O,<f4,>f4,<f8,<f16,|b1,|S0,|S3,<U2,|V8,<M8[s],<i8,<i2,|u1,<c8,<x4".split(
@@ -388,6 +405,43 @@ def _store(folder):
         kept = np.array(table.weights)
         assert store.pull_all("t").shape == (V, D)
         return kept, store.stats()["t"].touched_rows
+
+    return good, read
+
+
+def _changes(folder):
+    """Files with and without state, of a trainer whose keys were evicted."""
+    ones = jax.nn.initializers.ones
+
+    def new_store():
+        store = sj.store.KVStore()
+        keys = sj.store.KeyPolicy()
+        store.init("t", (V, D), _TX, initializer=ones, keys=keys)
+        return store
+
+    trainer, path, good = new_store(), folder / "changes", []
+    keys = np.arange(V + 5)
+    for step, some in enumerate([keys[:3], keys[2:V], keys[V:]]):
+        rows, _ = trainer.insert("t", some, step)
+        values = np.ones((rows.size, D), np.float32)
+        trainer.push("t", sj.SelectedRows(rows[:4], values[:4], V))
+        for state in (False, True):
+            trainer.export_changes(path, since=0, state=state)
+            good.append(_files(path))
+
+    def read(path):
+        store = new_store()
+        try:
+            changes = store.apply_changes(path)
+        except ALLOWED:
+            assert store.version == 0 and not len(store.items("t")[0])
+            assert (store.pull_all("t") == 1).all(), "a refused file was applied"
+            raise
+        found = store.pull_all("t"), store.items("t"), store._tables["t"].by_row
+        version = store.version
+        rows, _ = store.insert("t", np.array([1 << 40, 7]), 1 << 40)
+        assert store.find("t", np.array([7]))[0] == rows[1]
+        return *changes["t"], found, version
 
     return good, read
 
@@ -594,6 +648,9 @@ def _trainer(folder):
 READERS = {
     "Vocabulary.load": Reader(_vocabulary, (change_archive,), checked=True),
     "KVStore.load": Reader(_store, (change_header, change_arrays), checked=True),
+    "KVStore.apply_changes": Reader(
+        _changes, (change_header, change_arrays, change_keys), checked=True
+    ),
     "KVStore.init": Reader(_mapped, (change_header,)),
     "KVStore.init, journal": Reader(_journal),
     "read_ids, CSV": Reader(_csv, (change_packed_text,)),

@@ -687,6 +687,85 @@ def trained(path):
     ],
 )
 
+_CHANGES = Section(
+    "store: changes",
+    _STORE
+    + """
+import json
+import zlib
+
+keys = sj.store.KeyPolicy()
+store.push("item", rows)
+
+def keyed():
+    made = sj.store.KVStore()
+    made.init("user", (4, 2), tx, keys=keys)
+    return made
+
+def exported(made, since=0, change=lambda header: None, at=None):
+    # A file of changes, with another header, or with another byte.
+    made.export_changes("c", since=since)
+    data = bytearray(pathlib.Path("c").read_bytes())
+    size = int.from_bytes(data[18:26], "little")
+    header, body = json.loads(data[30 : 30 + size]), data[30 + size :]
+    change(header)
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
+    if at is not None:
+        body[at] ^= 1
+    pathlib.Path("c").write_bytes(data[:18] + head + text + body)
+
+def rows_are(array, count):
+    # The rows of the file are these, with the right checksum.
+    data = pathlib.Path("c").read_bytes()
+    start = 30 + int.from_bytes(data[18:26], "little")
+    content = np.array(array).tobytes()
+    content += zlib.crc32(content).to_bytes(4, "little")
+    end = start + 8 * count + 4
+    pathlib.Path("c").write_bytes(data[:start] + content + data[end:])
+""",
+    [
+        "store.changed_since(-1)",
+        "store.changed_since(2)",
+        "new.init('t', (5, 2), tx, path='t')\n"
+        "new.close()\n"
+        "store.init('t', (5, 2), tx, path='t')\n"
+        "store.changed_since(0)",
+        "store.export_changes('c', since=1.5)",
+        "store.export_changes('c', since=0, state=1)",
+        "store.export_changes('.', since=0)",
+        "new.init('t', (5, 2), tx, path='t')\nnew.export_changes('t', since=0)",
+        "store.apply_changes(3)",
+        "store.save('s')\nstore.apply_changes('s')",
+        "exported(store)\nnew.apply_changes('c')",
+        "exported(store)\nnew.init('item', (9, 2), tx)\nnew.apply_changes('c')",
+        "store.push('item', rows)\n"
+        "exported(store, since=1)\n"
+        "new.init('item', (5, 2), tx)\n"
+        "new.apply_changes('c')",
+        "store.push('item', rows)\n"
+        "exported(store, since=1)\n"
+        "new.init('item', (5, 2), tx)\n"
+        "new.push('item', rows)\n"
+        "new.apply_changes('c')",
+        "exported(store, at=-1)\nnew.init('item', (5, 2), tx)\nnew.apply_changes('c')",
+        "exported(store, change=lambda header: "
+        "header['tables']['item'].update(rows=1))\n"
+        "new.init('item', (5, 2), tx)\n"
+        "new.apply_changes('c')",
+        "exported(store)\n"
+        "rows_are([3, 1], 2)\n"
+        "new.init('item', (5, 2), tx)\n"
+        "new.apply_changes('c')",
+        "cache = sj.store.CachedTable(store, 'item', 2)\n"
+        "exported(store)\n"
+        "store.apply_changes('c')",
+        "exported(keyed(), change=lambda header: "
+        "header['tables']['user'].pop('keys'))\n"
+        "keyed().apply_changes('c')",
+    ],
+)
+
 _FILES = Section(
     "store: files",
     _STORE
@@ -1018,6 +1097,7 @@ SECTIONS: list[Section] = [
     _STORED,
     _KEYS,
     _CACHED,
+    _CHANGES,
     _FILES,
     _SHARDED,
     _GRADIENTS,

@@ -4,7 +4,8 @@
     python -m tests.tools.kills --kind push --seed 3
 
 A child works without end: it replaces a file, saves a store, trains a mapped table,
-on the host or in a device cache, or one whose rows change hands between keys.
+on the host or in a device cache, or one whose rows change hands between keys, or writes
+changes that other stores apply.
 It reports each step. It is killed (SIGKILL) at a random moment, and another
 process reads its files:
 
@@ -14,6 +15,8 @@ process reads its files:
   last have theirs;
 - a mapped table with a device cache is what it was at a flush, all of it;
 - a mapped table that was being made is not there, or whole;
+- a store that follows by files of changes goes on from what it saved; a mapped table
+  that follows has all rows of one version, or raises that it is half loaded;
 - nothing else is in the folder but temporary files, whose names begin with a dot.
 
 The parent does not use JAX, so that children can be forked from it and start JAX.
@@ -290,6 +293,56 @@ def _check_loaded(folder, done, begun):
     return begun
 
 
+def _follow(folder, start):
+    """A trainer writes changes; a store in memory and one in a file apply them."""
+    trainer, follower = _store(folder), _store(folder)
+    if start:
+        trainer.load(folder / "store")
+    if (folder / "follower").exists():
+        follower.load(folder / "follower")
+    mapped = _mapped_follower(folder)
+    if start:
+        mapped.load(folder / "store")
+    while start < STEPS:
+        start += 1
+        _push(trainer, start)
+        trainer.save(folder / "store")
+        trainer.export_changes(folder / "changes", since=follower.version)
+        for store in (follower, mapped):
+            store.apply_changes(folder / "changes")
+            assert store.version == start
+        follower.save(folder / "follower")
+        yield
+
+
+def _mapped_follower(folder):
+    try:
+        return _store(folder, path=folder / "table")
+    except ValueError as error:
+        assert "half loaded" in str(error)
+    (folder / "table").unlink()
+    return _store(folder, path=folder / "table")
+
+
+def _check_followers(folder, done, begun):
+    found = _check_saved(folder, done, begun)
+    if (folder / "follower").exists():
+        store = _store(folder)
+        store.load(folder / "follower")
+        for _ in range(2):  # all rows of its version, and of the version of the file
+            assert store.version <= begun
+            _check_rows(store, store.version, store.version)
+            store.apply_changes(folder / "changes")
+    else:
+        assert done == 0
+    if (folder / "table").exists():
+        with _mapped_follower(folder) as store:
+            count = int(store.pull_all("t")[:, 0].sum()) // BATCH
+            assert count <= begun
+            _check_rows(store, count, count)
+    return found
+
+
 KINDS: dict[str, tuple[Work, Check]] = {
     "replace": (_replace, _check_replaced),
     "create": (_create, _check_created),
@@ -299,6 +352,7 @@ KINDS: dict[str, tuple[Work, Check]] = {
     "prefetch": (_prefetch, _check_mapped),
     "cache": (_cache, _check_cached),
     "keys": (_train_keys, _check_keys),
+    "changes": (_follow, _check_followers),
 }
 
 
@@ -389,7 +443,7 @@ class Victim:
         start = min(self.version, STEPS - 1)
         child = _in_child(lambda: next(work(self.folder, start)))
         assert os.waitpid(child, 0)[1] == 0
-        names = ("file", "store", "table")
+        names = ("file", "store", "table", "changes", "follower")
         for path in self.folder.iterdir():  # a killed child leaves temporary files
             assert path.name in names or path.name.startswith(
                 tuple(f".{name}." for name in names)

@@ -1,0 +1,356 @@
+"""Files of changes: a follower is equal to its trainer at each version."""
+
+import json
+import zlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import changes_model
+import sparsejax as sj
+from helpers import assert_same_bits, make_rows
+from sparsejax.store import _changes, _table
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion")
+
+V, D = 300, 4
+TX = optax.adam(0.1)
+NORMAL = jax.nn.initializers.normal(0.1)
+ARRAY = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
+
+
+def new_store(tx: Any = TX, seed=1, path=None):
+    store = sj.store.KVStore()
+    store.init("lazy", (V, D), tx, initializer=NORMAL, key=seed, path=path)
+    store.init("given", ARRAY, tx)
+    narrow = None if tx is None else sj.optim.rowwise_adagrad(0.1)
+    store.init("narrow", (V,), narrow, dtype=jnp.bfloat16)
+    return store
+
+
+def one_table(tx: Any = TX, path=None):
+    store = sj.store.KVStore()
+    store.init("t", (V, D), tx, initializer=NORMAL, path=path)
+    return store
+
+
+def steps(store, seeds):
+    for seed in seeds:
+        ids = np.random.default_rng(seed).integers(0, V, 8)
+        for name in store.names():
+            spec = store.spec(name)
+            rows, _ = make_rows(ids, V, spec.shape[1:], spec.dtype, seed=seed)
+            store.push(name, rows)
+
+
+def same(store, other):
+    for name in store.names():
+        assert_same_bits(store.pull_all(name), other.pull_all(name))
+
+
+def same_state(store, other):
+    same(store, other)
+    for name in store.names():
+        mine, theirs = store._tables[name], other._tables[name]
+        for a, b in zip([*mine.by_row, *mine.rest], [*theirs.by_row, *theirs.rest]):
+            assert_same_bits(a, b)
+
+
+# ------------------------------------------------------------------ equal
+
+
+def test_random_steps_against_dicts():
+    found = changes_model.compare(seed=3, steps=120)
+    assert found["applied"] and found["refused"]
+
+
+def test_a_follower_without_optimizer_is_equal_at_each_version(tmp_path):
+    trainer, follower = new_store(), new_store(None)
+    version, path = 0, tmp_path / "changes"
+    for k in range(4):
+        steps(trainer, range(3 * k, 3 * k + 3))
+        changed = trainer.changed_since(version)
+        version = trainer.export_changes(path, since=version)
+        assert version == trainer.version == 9 * (k + 1)
+        found = follower.apply_changes(path)
+        assert follower.version == version
+        for name in trainer.names():
+            assert found[name].rows.tolist() == changed[name].tolist()
+            assert found[name].rows.dtype == np.int32
+            assert 8 <= changed[name].size <= 24 and not found[name].evicted.size
+        same(trainer, follower)
+    size = path.stat().st_size
+    assert size < 3 * 24 * (8 + 1 + 16) + 3_000  # rows that changed, and a header
+
+
+def test_a_follower_with_state_goes_on_alike(tmp_path):
+    trainer, follower = new_store(), new_store()
+    version = 0
+    for k in range(2):
+        steps(trainer, range(3 * k, 3 * k + 3))
+        path = tmp_path / f"{k}"
+        version = trainer.export_changes(path, since=version, state=True)
+        follower.apply_changes(path)
+        same_state(trainer, follower)
+    for store in (trainer, follower):
+        steps(store, range(6, 9))
+    same_state(trainer, follower)
+
+
+def test_rows_read_early_are_the_new_ones(tmp_path):
+    trainer, follower = one_table(), one_table(None)
+    steps(trainer, range(2))
+    trainer.export_changes(tmp_path / "changes", since=0)
+    batches = [np.arange(V)] * 3
+    found = []
+    for _, rows in follower.prefetch(batches, lambda ids: ids, depth=2):
+        found.append(np.asarray(rows.values)[:V])
+        follower.apply_changes(tmp_path / "changes")
+    assert_same_bits(found[1], trainer.pull_all("t"))
+    assert (found[0] != found[1]).any()
+
+
+def test_a_version_grows_with_each_change():
+    store = one_table()
+    seen = [store.version]
+
+    def grew():
+        seen.append(store.version)
+        return seen[-1] == seen[-2] + 1
+
+    store.pull("t", [1, 2])
+    assert store.version == 0  # rows that start are the same everywhere
+    steps(store, [0])
+    assert grew()
+    store.assign("t", ARRAY)
+    assert grew() and store.changed_since(seen[-2])["t"].tolist() == list(range(V))
+    store.assign("t", sj.SelectedRows([5, 3], jnp.ones((2, D)), V))
+    assert grew() and store.changed_since(seen[-2])["t"].tolist() == [3, 5]
+    assert not store.changed_since(store.version)["t"].size
+
+
+def test_a_device_cache_changes_rows_when_it_is_flushed(tmp_path):
+    store, follower = one_table(optax.adam(0.1)), one_table(None)
+    cache = sj.store.CachedTable(store, "t", 4)
+    tx = sj.optim.lazy(optax.adam(0.1))
+    params, state = cache.array, None
+    state = cache.attach(tx, params)
+    for ids in ([3, 7], [1, 2], [9, 8]):
+        params, state, slots = cache.prepare(ids, params, state)
+        grads = sj.SelectedRows(slots, jnp.ones((2, D)), 4)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for call in (
+        lambda: store.changed_since(0),
+        lambda: store.export_changes(tmp_path / "changes", since=0),
+    ):
+        with pytest.raises(RuntimeError, match="trained on the device since its last"):
+            call()
+    cache.flush(params, state)
+    version = store.export_changes(tmp_path / "changes", since=0)
+    assert store.changed_since(0)["t"].tolist() == [1, 2, 3, 7, 8, 9]
+    follower.apply_changes(tmp_path / "changes")
+    same(store, follower)
+    updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    cache.flush(params, state)  # only the count of steps changed
+    assert store.version > version
+
+
+# ------------------------------------------------------------------ which file fits
+
+
+def test_gaps_and_order(tmp_path):
+    trainer, follower = one_table(), one_table(None)
+    versions, tables = [0], []
+    for k in range(3):
+        steps(trainer, [k])
+        since = versions[-1]
+        versions.append(trainer.export_changes(tmp_path / f"{k}", since=since))
+        tables.append(trainer.pull_all("t"))
+    follower.apply_changes(tmp_path / "0")
+    with pytest.raises(ValueError, match="since version 2, but this store is at ver"):
+        follower.apply_changes(tmp_path / "2")
+    assert_same_bits(follower.pull_all("t"), tables[0])
+    trainer.export_changes(tmp_path / "late", since=0)
+    follower.apply_changes(tmp_path / "late")  # it may begin before the follower
+    assert_same_bits(follower.pull_all("t"), tables[2])
+    assert not follower.apply_changes(tmp_path / "1")["t"].rows.size  # was applied
+    assert_same_bits(follower.pull_all("t"), tables[2])
+    assert follower.version == versions[3]
+
+
+def test_versions_go_on_after_load(tmp_path):
+    trainer, follower = one_table(), one_table(None)
+    steps(trainer, range(2))
+    version = trainer.export_changes(tmp_path / "0", since=0)
+    follower.apply_changes(tmp_path / "0")
+    steps(trainer, [2])
+    expected = trainer.changed_since(version)
+    trainer.save(tmp_path / "store")
+    steps(trainer, [3])  # which the restart forgets
+    trainer.export_changes(tmp_path / "lost", since=version)
+
+    again = one_table()
+    again.load(tmp_path / "store")
+    assert again.version == version + 1
+    assert again.changed_since(version)["t"].tolist() == expected["t"].tolist()
+    again.export_changes(tmp_path / "1", since=version)
+    assert follower.apply_changes(tmp_path / "1")["t"].rows.size == expected["t"].size
+    steps(again, [4])
+    again.export_changes(tmp_path / "2", since=version)
+    ahead = one_table(None)
+    for name in ("0", "lost"):
+        ahead.apply_changes(tmp_path / name)
+    with pytest.raises(ValueError, match="of another store .* went on from an older f"):
+        ahead.apply_changes(tmp_path / "2")  # the same number, of other rows
+    assert ahead.version == again.version
+    follower.apply_changes(tmp_path / "2")
+    same(again, follower)
+
+
+def test_a_store_that_was_changed_itself_takes_only_all_rows(tmp_path):
+    trainer, follower = one_table(), one_table()
+    steps(trainer, range(2))
+    middle = trainer.version
+    steps(trainer, [2])
+    trainer.export_changes(tmp_path / "some", since=middle)
+    trainer.export_changes(tmp_path / "all", since=0)
+    steps(follower, range(5, 9))
+    before = follower.pull_all("t")
+    with pytest.raises(ValueError, match="this store was changed itself"):
+        follower.apply_changes(tmp_path / "some")
+    assert_same_bits(follower.pull_all("t"), before)
+    found = follower.apply_changes(tmp_path / "all")
+    same(trainer, follower)
+    assert {*found["t"].rows} > {*trainer.changed_since(0)["t"]}
+    with pytest.raises(ValueError, match="not known, only those since version 3"):
+        follower.changed_since(0)
+
+
+def test_given_weights(tmp_path):
+    trainer, follower = new_store(), new_store(None)
+    steps(trainer, [0])
+    trainer.export_changes(tmp_path / "some", since=0)
+    steps(trainer, [1])
+    steps(lone := new_store(), [3])
+    with pytest.raises(ValueError, match="of another store"):
+        lone.apply_changes(tmp_path / "some")  # its other rows may not be ARRAY
+    trainer.assign("given", 2 * ARRAY)
+    trainer.export_changes(tmp_path / "all", since=0)
+    for store in (lone, follower):
+        store.apply_changes(tmp_path / "all")
+        same(trainer, store)
+
+
+@pytest.mark.parametrize("tx", [TX, None], ids=["adam", "none"])
+def test_a_table_that_was_opened(tx, tmp_path):
+    """Its file does not say what changed when: a new version begins."""
+    path = tmp_path / "table"
+    with one_table(path=path) as store:
+        steps(store, range(2))
+        expected = store.pull_all("t")
+    trainer, follower = one_table(path=path), one_table(tx)
+    assert trainer.version == 1
+    with pytest.raises(ValueError, match="only those since version 1"):
+        trainer.changed_since(0)
+    trainer.export_changes(tmp_path / "all", since=0)
+    follower.apply_changes(tmp_path / "all")
+    assert_same_bits(follower.pull_all("t"), expected)
+    steps(trainer, [2])
+    trainer.export_changes(tmp_path / "changes", since=1)
+    assert follower.apply_changes(tmp_path / "changes")["t"].rows.size == 8
+    same(trainer, follower)
+    trainer.close()
+
+
+def test_a_saved_store_without_versions(tmp_path):
+    """As files were written before there were versions."""
+    store, path = one_table(), tmp_path / "store"
+    store.pull("t", [3])
+    store.save(path)
+    data = path.read_bytes()
+    size = int.from_bytes(data[18:26], "little")
+    header = json.loads(data[30 : 30 + size])
+    assert header.pop("history") and header["tables"]["t"].pop("changed") == 0
+    text = json.dumps(header).encode()
+    head = len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
+    path.write_bytes(data[:18] + head + text + data[30 + size : -8])
+    steps(store, range(4))
+    store.load(path)
+    assert store.version == 5
+    with pytest.raises(ValueError, match="only those since version 5"):
+        store.changed_since(4)
+    assert not store.changed_since(5)["t"].size
+
+
+# ------------------------------------------------------------------ refused, or stopped
+
+
+def test_other_tables_are_refused(tmp_path):
+    trainer, path = new_store(), tmp_path / "changes"
+    steps(trainer, [0])
+    trainer.export_changes(path, since=0, state=True)
+    with pytest.raises(ValueError, match="has the tables .'given', 'lazy', 'narrow'"):
+        one_table().apply_changes(path)
+    for other, message in [
+        (new_store(seed=2), "'lazy' has key"),  # its untouched rows start otherwise
+        (new_store(optax.sgd(0.1)), "'lazy' has state of no arrays here"),
+        (new_store(None), "'lazy' has state of no arrays here"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            other.apply_changes(path)
+        assert other.version == 0
+    other = new_store()
+    with pytest.raises(ValueError, match="is not a file of sparsejax.store"):
+        other.load(path)
+    trainer.save(tmp_path / "store")
+    with pytest.raises(ValueError, match="is not a file of sparsejax.store"):
+        other.apply_changes(tmp_path / "store")
+    with pytest.raises(FileNotFoundError):
+        other.apply_changes(tmp_path / "nothing")
+
+
+def test_a_follower_that_is_stopped_is_half_loaded(tmp_path, monkeypatch):
+    trainer, path = one_table(), tmp_path / "table"
+    steps(trainer, [0])
+    trainer.export_changes(tmp_path / "changes", since=0)
+    follower = one_table(path=path)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_table.Table, "clear", stop)
+        with pytest.raises(KeyboardInterrupt):
+            follower.apply_changes(tmp_path / "changes")
+    with pytest.raises(
+        RuntimeError, match="half loaded: KVStore.load or apply_changes"
+    ):
+        follower.pull("t", [1])
+    follower.close()
+    with pytest.raises(ValueError, match="table is half loaded"):
+        one_table(path=path)
+    path.unlink()
+    with one_table(path=path) as follower:
+        follower.apply_changes(tmp_path / "changes")
+        same(trainer, follower)
+
+
+def test_an_error_while_a_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
+    trainer, path = one_table(), tmp_path / "changes"
+    steps(trainer, [0])
+    trainer.export_changes(path, since=0)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(_changes._format, "write_array", fail)
+    with pytest.raises(OSError, match="no space left"):
+        trainer.export_changes(path, since=0)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
