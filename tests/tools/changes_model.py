@@ -83,7 +83,7 @@ class Model:
         rows, evicted = self.keys.insert(keys, step)
         for row in evicted:
             self.weights["users"].pop(row, None)
-        self.change("users", {row for row in rows if row < HEIGHT} | {*evicted})
+        self.change("users", {row for row in rows if row != HEIGHT} | {*evicted})
         return rows
 
     def dense(self, name, part):
