@@ -1,0 +1,88 @@
+"""examples/clicks.py nears the AUC of the clicks that it makes, also in 8 bits."""
+
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow.parquet
+import pytest
+
+import sparsejax as sj
+from examples import clicks
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+# A process with the files alone.
+SERVER = """
+import pickle, sys
+import jax, jax.export, numpy as np
+import sparsejax
+program = jax.export.deserialize(bytearray(open("program.bin", "rb").read()))
+weights = pickle.load(open("weights.pickle", "rb"))
+for rows in (1, 3):
+    ids, numbers = np.ones((rows, 4), np.int32), np.zeros((rows, 1), np.float32)
+    print(program.call(weights, ids, numbers)[0])
+"""
+
+
+@pytest.mark.slow
+def test_clicks_are_predicted_and_served(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(clicks, "HEIGHTS", (5, 20, 100, 1_000))
+    monkeypatch.setattr(clicks, "WORDS", clicks.WORDS[:4])
+    words = ",".join(clicks.WORDS)
+    options = ["--rows", "100000", "--epochs", "2", "--out", str(tmp_path)]
+    clicks.main([*options, "--words", words])
+    out = capsys.readouterr().out
+    assert re.match(r"100,000 rows, 1,1\d\d words\nstep 50: loss 0", out)
+    found, small, best = map(float, re.findall(r"AUC (0\.\d+)", out))
+    assert best - 0.03 < found < best + 0.005 and abs(small - found) < 0.002
+    ran = subprocess.run(
+        [sys.executable, "-c", SERVER],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    one, same = map(float, ran.stdout.split())
+    assert one == pytest.approx(same, rel=1e-5)
+    ids, numbers = np.ones((1, 4), np.int32), np.zeros((1, 1), np.float32)
+    assert one == pytest.approx(float(clicks.load(tmp_path)(ids, numbers)[0]), rel=1e-3)
+
+
+def test_labels_come_from_the_stated_model(tmp_path):
+    path = tmp_path / "clicks.parquet"
+    logits = clicks.make_clicks(path, 20_000, np.random.default_rng(0))
+    table = pyarrow.parquet.read_table(path)
+    assert table.column_names == [*clicks.WORDS, "label", "number"]
+    assert {str(table[name].type) for name in clicks.WORDS} == {"string"}
+    labels = table["label"].to_numpy()
+    likely = logits > np.median(logits)
+    for part in (likely, ~likely):
+        expected = np.mean(1 / (1 + np.exp(-logits[part])))
+        assert np.mean(labels[part]) == pytest.approx(expected, abs=0.02)
+
+
+def test_auc_is_the_share_of_pairs_in_order():
+    rng = np.random.default_rng(0)
+    scores, labels = rng.normal(size=99), rng.integers(0, 2, 99)
+    pairs = scores[labels == 1][:, None] > scores[labels == 0]
+    assert clicks.auc(scores, labels) == pytest.approx(pairs.mean())
+
+
+def test_gradients_are_those_of_jax_and_sparse():
+    layer = sj.nn.EmbeddingCollection({"a": (300, 4), "b": (400, 4)})
+    params = clicks.init(jax.random.key(0), layer, 9)
+    ids = np.random.default_rng(0).integers(0, 300, (16, 2))
+    loss = lambda params: jnp.sum(clicks.predict(params, ids, jnp.ones((16, 1)), layer))
+    grads = jax.jit(sj.grad(loss))(params)
+    table = grads["tables"]["float32_4"]
+    assert table.capacity == 32
+    grads["tables"] = {"float32_4": table.to_dense()}
+    for found, g in zip(
+        *map(jax.tree.leaves, (grads, jax.jit(jax.grad(loss))(params)))
+    ):
+        np.testing.assert_allclose(found, g, rtol=1e-3, atol=1e-5)
