@@ -222,7 +222,7 @@ def _ids_read(
         start = start[..., None]
         steps = _steps(width, start.ndim, start.dtype)
         places.append(start + steps if width > 1 else start)
-    if mode == lax.GatherScatterMode.FILL_OR_DROP:
+    if mode != lax.GatherScatterMode.CLIP:
         for k, d in enumerate(dims.start_index_map):
             if d not in axes:  # taken whole, so any start but 0 is out of range
                 checks.append(indices[..., k] == 0)
