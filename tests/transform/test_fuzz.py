@@ -73,6 +73,16 @@ CHAINS = {
         "eager",
         "compared",
     ),
+    "decay_that_a_clip_bounds": (
+        (("pull_to_zero", 11), ("clip", 1)),
+        "exact",
+        "refused",
+    ),
+    "decay_as_fast_as_moments_fade": (
+        (("adamw()", 38), ("add_decayed_weights", 8), ("scale", 35)),
+        "exact",
+        "refused",
+    ),
     "coordinates_mixed_before_moments": (
         (("centralize", 0), ("trace", 0)),
         "exact",
@@ -119,6 +129,13 @@ def test_random_programs(seed):
 def test_models_that_failed(dtype):
     """The fill of the read had another type than the table."""
     model = "node", ((23, (3,), dtype),), ((0, "lookup_zero", ("few", "int32"), ()),)
+    assert fuzz_models.check(model) == "compared"
+
+
+@pytest.mark.slow
+def test_an_element_out_of_range_in_a_table_of_one_column():
+    """It reads the nearest element; its gradient is dropped, as in jax.grad."""
+    model = "nnx", ((101, (1,), "float64"),), ((0, "index_both", ("few", "int32"), ()),)
     assert fuzz_models.check(model) == "compared"
 
 
