@@ -432,8 +432,8 @@ def _verify(shadow: ShadowModel, table: int, recurrence: Recurrence) -> None:
                 found.append(off)
             return jnp.stack(found, axis=1)
 
-        # Errors of weights are relative to the distance that the weight moves. The whole
-        # displacement may be far larger, if decay is nearly as fast as the moments fade.
+        # Errors of weights are relative to how far the weight moves. The displacement
+        # is far larger if decay is nearly as fast as the moments fade.
         moved = jnp.abs(stepped.weights.astype(wide) - old.astype(wide))
         missed = np.arange(1, length + 1, dtype=np.int32)
         found = jax.vmap(errors)(missed, stepped, now)
