@@ -20,7 +20,6 @@ NAMES = (
     "sharded",
     "dlrm",
     "store",
-    "stored",
     "index",
     "cache",
     "quantized",

@@ -19,6 +19,11 @@ import optax
 from sparsejax._rows import indexing
 from sparsejax.optim._lazy import callables, state_leaves, trees
 from sparsejax.optim._lazy.lazy import lazy
+from sparsejax.optim._optimizers.ema import EmaState
+
+
+def is_ema_state(x: Any) -> bool:
+    return isinstance(x, EmaState)
 
 
 @contextlib.contextmanager
@@ -55,6 +60,13 @@ class Optimizer:
         self._programs = _programs(tx)
         self._programs.check(spec)
         following = state_leaves.find(tx.init, leaf, (spec,), (0,))
+        nodes = jax.tree.leaves(following.state, is_leaf=is_ema_state)
+        if any(map(is_ema_state, nodes)):
+            raise ValueError(
+                "sparsejax.store: tx has sparsejax.optim.ema, but a store keeps the "
+                "state of its optimizer, so ema_params could not read the averages. "
+                "Take ema out of tx, or train the table as an array on the device."
+            )
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
         self.specs = [spec for _, spec in paths]
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]

@@ -123,8 +123,6 @@ def test_names():
         "rounding",
         "rowwise_adagrad",
         "rowwise_adam",
-        "take_changes",
-        "track_changes",
         "weight_decay",
     }
 

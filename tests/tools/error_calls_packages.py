@@ -484,6 +484,8 @@ array = np.ones((5, 2), np.float32)
 """,
     [
         "store.init('item', (5, 2), tx)",
+        "averaged = optax.chain(optax.sgd(0.1), sj.optim.ema(0.9))\n"
+        "new.init('t', (5, 2), averaged)",
         "new.init(3, (5, 2), tx)",
         "sj.store.KVStore('x')",
         "import pickle\npickle.dumps(store)",

@@ -144,6 +144,14 @@ def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> Non
             )
 
 
+def check_no_pulled_table(call: str, params: Any) -> None:
+    """Raises if a parameter is a SelectedRows."""
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_selected_rows)
+    for path, leaf in leaves:
+        if is_selected_rows(leaf):
+            raise pulled_table(call, f"params{jax.tree_util.keystr(path)}")
+
+
 def pulled_table(call: str, where: str) -> TypeError:
     return TypeError(
         f"{call}: {where} must be an array, got a SelectedRows (rows pulled from a "

@@ -1,0 +1,456 @@
+"""Makes docs/howto/which_table.md: what works with each kind of table.
+
+    python tests/tables_table.py
+
+Each cell is tried: a result is compared with plain JAX and optax on a dense array, and
+a refusal is the error that the call raises. `tests/lookup/test_tables_table.py` makes
+the page again and compares.
+"""
+
+import functools
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import export
+
+import sparsejax as sj
+
+
+PAGE = pathlib.Path(__file__).parent.parent / "docs" / "howto" / "which_table.md"
+V, D, STEPS = 40, 4, 4
+RNG = np.random.default_rng(0)
+WHOLE = RNG.normal(size=(V, D)).astype(np.float32)
+IDS = np.array([[3, 7], [7, 39], [0, 3]], np.int32)
+BATCHES = [RNG.choice(V, (3, 2)).astype(np.int32) for _ in range(STEPS)]
+TARGET = RNG.normal(size=(3, 2, D)).astype(np.float32)
+QUERIES = RNG.normal(size=(3, D)).astype(np.float32)
+
+
+# ------------------------------------------------------------------ kinds of table
+
+
+class Kind(NamedTuple):
+    """A kind of table.
+
+    Attributes:
+      title: of the column.
+      make: weights `[V, D]` -> the leaf of the parameters.
+      view: the leaf -> the table that is read.
+      dense: the leaf -> its weights `[V, D]`.
+    """
+
+    title: str
+    make: Callable[[Any], Any]
+    view: Callable[[Any], Any] = lambda leaf: leaf
+    dense: Callable[[Any], Any] = jnp.asarray
+
+
+def _mesh() -> Any:
+    auto = jax.sharding.AxisType.Auto
+    return jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(auto,))
+
+
+KINDS = {
+    "array": Kind("array `[V, D]`", jnp.array),
+    "stack": Kind(
+        "stack `[K, V, D]`",
+        lambda w: jnp.stack([jnp.zeros_like(w), w]),
+        lambda leaf: leaf[1],
+        lambda leaf: leaf[1],
+    ),
+    "rows": Kind(
+        "`SelectedRows`",
+        lambda w: sj.SelectedRows(jnp.arange(V), jnp.array(w), V),
+        dense=lambda leaf: leaf.to_dense(),
+    ),
+    "quantized": Kind(
+        "`QuantizedTable`", sj.quantize, dense=lambda leaf: leaf.dequantize()
+    ),
+    "sharded": Kind(
+        "`ShardedTable`",
+        lambda w: sj.parallel.shard_rows(w, _mesh(), "x"),
+        dense=lambda leaf: leaf.to_dense(),
+    ),
+    "store": Kind("`KVStore`", lambda w: w),
+    "cached": Kind("`CachedTable`", lambda w: w),
+}
+
+
+# ------------------------------------------------------------------ reads
+
+
+def _bag(table, ids):
+    return sj.embedding_bag(table, ids, combiner="mean")
+
+
+def _dot(table, ids):
+    ends = np.arange(0, ids.size + 1, ids.shape[1])
+    value = jnp.linspace(0.5, 1.0, ids.size)
+    return sj.dot(sj.SegmentTensor.from_csr(ends, ids.ravel(), value), table)
+
+
+def _loss(table, ids):
+    return sj.losses.sampled_softmax_loss(table, QUERIES, ids[:, 0], ids.ravel())
+
+
+def _top_k(table, ids):
+    del ids
+    search = sj.top_k
+    if isinstance(table, sj.parallel.ShardedTable):
+        search = sj.parallel.top_k
+    return search(table, QUERIES, 5)[0]
+
+
+READS = {
+    "`sj.lookup`": sj.lookup,
+    "`table[ids]`": lambda table, ids: table[ids],
+    "`sj.embedding_bag`": _bag,
+    "`sj.dot`": _dot,
+    "`sj.losses.sampled_softmax_loss`": _loss,
+    "`sj.top_k`": _top_k,
+}
+
+
+def try_read(name: str, read: Any) -> None:
+    """Raises what the read raises, or an AssertionError if the values are wrong."""
+    kind = KINDS[name]
+    if name in ("store", "cached"):
+        leaf, ids, store = _from_store(name, None)
+        with store:
+            if read is _top_k:  # needs all rows, which are in the store
+                leaf = jnp.asarray(store.pull_all("t"))
+            _compare_read(kind, leaf, read, ids, WHOLE)
+        return
+    ids = IDS
+    leaf = kind.make(WHOLE)
+    if read is _top_k and name == "quantized":
+        leaf = leaf.dequantize()
+        kind = KINDS["array"]
+    _compare_read(kind, leaf, read, ids, np.asarray(kind.dense(leaf)))
+
+
+def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> None:
+    has_gradient = read is not _top_k and not isinstance(leaf, sj.QuantizedTable)
+
+    def values_and_gradient(grad, view, ids, table):
+        fun = lambda table: read(view(table), ids)
+        if not has_gradient:
+            return fun(table), None
+        return fun(table), grad(lambda table: jnp.sum(jnp.sin(fun(table))))(table)
+
+    ours = jax.jit(functools.partial(values_and_gradient, sj.grad, kind.view, ids))
+    same = lambda table: table
+    plain = functools.partial(values_and_gradient, jax.grad, same, IDS)
+    (got, grads), (want, dense) = ours(leaf), plain(jnp.asarray(whole))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    if dense is not None:
+        grads = grads if isinstance(grads, jax.Array) else grads.to_dense()
+        rows = kind.view(grads)[np.asarray(ids)]
+        np.testing.assert_allclose(rows, dense[IDS], rtol=1e-5, atol=1e-5)
+
+
+def _from_store(name: str, tx: Any) -> tuple[Any, Any, Any]:
+    """Returns the rows of `IDS` as a step gets them, their ids, and the store."""
+    store = sj.store.KVStore()
+    store.init("t", WHOLE, tx)
+    if name == "store":
+        return store.pull("t", IDS), IDS, store
+    cache = sj.store.CachedTable(store, "t", slots=24)
+    params: Any = {"t": cache.array}
+    state = cache.attach(tx, params)
+    params, state, slots = cache.prepare(IDS, params, state)
+    if tx is not None:
+        grads: Any = {
+            "t": sj.SelectedRows(slots.ravel(), jnp.ones((slots.size, D)), 24)
+        }
+        updates, state = sj.optim.lazy(tx).update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        cache.flush(params, state)
+    return params["t"], slots, store
+
+
+# ------------------------------------------------------------------ training
+
+
+def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
+    """Returns the weights `[V, D]` after a step on each batch, and what is averaged."""
+    kind = KINDS[name]
+    is_exact = hasattr(tx, "catch_up")
+
+    def loss_fn(params, ids):
+        rows = sj.lookup(kind.view(params["t"]), ids).astype(jnp.float32)
+        return jnp.sum((rows - TARGET) ** 2)
+
+    def step(params, state, ids):
+        if is_exact:
+            grad = sj.optim.exact_value_and_grad(loss_fn, tx)
+            (_, grads), params, state = grad(params, state, ids)
+        else:
+            grads = sj.grad(loss_fn)(params, ids)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    whole = jnp.asarray(WHOLE, dtype)
+    if name == "store":
+        with sj.store.KVStore() as store:
+            store.init("t", whole, tx)
+            for ids in BATCHES:
+                pulled = {"t": store.pull("t", ids)}
+                store.push("t", sj.grad(loss_fn)(pulled, ids)["t"])
+            return store.pull_all("t")
+    if name == "cached":
+        with sj.store.KVStore() as store:
+            store.init("t", whole, tx)
+            cache = sj.store.CachedTable(store, "t", slots=24)
+            params = {"t": cache.array}
+            state = cache.attach(tx, params)
+            required = {"t": True}
+            for ids in BATCHES:
+                params, state, slots = cache.prepare(ids, params, state)
+                grads = sj.grad(loss_fn, tables=required)(params, slots)
+                updates, state = tx.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            cache.flush(params, state)
+            return store.pull_all("t")
+    params = {"t": kind.make(whole)}
+    state = tx.init(params)
+    if name == "quantized":  # the loss reads pulled rows, the update takes the table
+
+        def step(params, state, ids):
+            grads = sj.grad(loss_fn)({"t": params["t"].pull(ids)}, ids)
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step)
+    for ids in BATCHES:
+        params, state = step(params, state, ids)
+    if is_exact:
+        params, state = tx.flush(params, state)
+    if _states(state):
+        params = sj.optim.ema_params(params, state)
+    return kind.dense(params["t"])
+
+
+def _states(state: Any) -> list[Any]:
+    is_state = lambda x: hasattr(x, "_fields") and "ema" in type(x).__name__.lower()
+    return [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+
+
+def _train_dense(tx: Any) -> Any:
+    params = jnp.asarray(WHOLE)
+    state = tx.init(params)
+    history = []
+    for ids in BATCHES:
+        grads = jax.grad(lambda t, ids=ids: jnp.sum((t[ids] - TARGET) ** 2))(params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(params)
+    return params, history
+
+
+class Training(NamedTuple):
+    """An optimizer, and plain optax's result."""
+
+    make: Callable[[], Any]
+    dense: Callable[[], Any]
+    dtype: Any = jnp.float32
+    tolerance: float = 1e-4
+
+
+def _averaged() -> Any:
+    average = optax.ema(0.5)
+    state, out = average.init(jnp.asarray(WHOLE)), None
+    for weights in _train_dense(optax.sgd(0.1))[1]:
+        out, state = average.update(weights, state)
+    return out
+
+
+TRAININGS = {
+    "`lazy(tx)`": Training(
+        lambda: sj.optim.lazy(optax.adagrad(0.1)),
+        lambda: _train_dense(optax.adagrad(0.1))[0],
+    ),
+    "`exact(tx)`": Training(
+        lambda: sj.optim.exact(optax.adam(0.1)),
+        lambda: _train_dense(optax.adam(0.1))[0],
+        tolerance=1e-3,
+    ),
+    "`accumulate(tx, k)`": Training(
+        lambda: sj.optim.accumulate(sj.optim.lazy(optax.adagrad(0.1)), 2, capacity=12),
+        lambda: _train_dense(optax.MultiSteps(optax.adagrad(0.1), 2))[0],
+    ),
+    "`ema(decay)`": Training(
+        lambda: sj.optim.lazy(optax.chain(optax.sgd(0.1), sj.optim.ema(0.5))),
+        _averaged,
+    ),
+    "`rounding(tx, master=True)`": Training(
+        lambda: sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True),
+        lambda: _train_dense(optax.sgd(0.1))[0],
+        jnp.bfloat16,
+        tolerance=0.05,
+    ),
+}
+
+
+def try_training(name: str, training: Training) -> None:
+    dtype = jnp.float32 if name == "quantized" else training.dtype
+    tx = training.make()
+    if name == "stack" and training is TRAININGS["`accumulate(tx, k)`"]:
+        lazy = sj.optim.lazy(optax.adagrad(0.1))
+        tx = sj.optim.accumulate(lazy, 2, capacity=12, stacked=True)
+    got = np.asarray(_train(name, tx, dtype), np.float32)
+    want = np.asarray(training.dense(), np.float32)
+    np.testing.assert_allclose(got, want, atol=training.tolerance)
+
+
+# ------------------------------------------------------------------ files
+
+
+def _trees_equal(found: Any, kind: Kind, leaf: Any) -> None:
+    np.testing.assert_array_equal(kind.dense(found), kind.dense(leaf))
+
+
+def try_checkpoint(name: str) -> None:
+    """Saves the table, and restores it into one of zeros."""
+    kind = KINDS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "checkpoint"
+        if name in ("store", "cached"):
+            _, _, store = _from_store(name, optax.sgd(0.1))
+            with store, sj.store.KVStore() as other:
+                if name == "store":
+                    store.push("t", sj.SelectedRows([3], np.ones((1, D)), V))
+                store.save(path)
+                other.init("t", np.zeros_like(WHOLE), optax.sgd(0.1))
+                other.load(path)
+                found, saved = other.pull_all("t"), store.pull_all("t")
+                np.testing.assert_array_equal(found, saved)
+                assert np.any(saved != WHOLE)
+            return
+        tree = {"t": kind.make(WHOLE)}
+        like = {"t": kind.make(np.zeros_like(WHOLE))}
+        sj.parallel.save(path, tree)
+        _trees_equal(sj.parallel.restore(path, like)["t"], kind, tree["t"])
+
+
+def try_export(name: str) -> None:
+    """Exports a function of the table, and calls what is read back."""
+    kind = KINDS[name]
+    ids = IDS
+    if name in ("store", "cached"):
+        leaf, ids, store = _from_store(name, None)
+        store.close()
+    else:
+        leaf = kind.make(WHOLE)
+    read = jax.jit(lambda leaf, ids: sj.lookup(kind.view(leaf), ids))
+    data = export.export(read)(leaf, ids).serialize()
+    got = export.deserialize(data).call(leaf, ids)
+    np.testing.assert_array_equal(got, read(leaf, ids))
+
+
+# ------------------------------------------------------------------ the page
+
+# How a cell works that is not simply the call of its row.
+HOW = {
+    ("`sj.top_k`", "stack"): "of `table[k]`",
+    ("`sj.top_k`", "quantized"): "of `table.dequantize()`",
+    ("`sj.top_k`", "sharded"): "`sj.parallel.top_k`",
+    ("`sj.top_k`", "store"): "of `store.pull_all(name)`",
+    ("`sj.top_k`", "cached"): "of `store.pull_all(name)`",
+    ("`accumulate(tx, k)`", "stack"): "`stacked=True`",
+    ("checkpoint", "store"): "`store.save`",
+    ("checkpoint", "cached"): "`cache.flush`, then `store.save`",
+    ("checkpoint", "sharded"): "`sj.parallel.save`",
+    ("`rounding(tx, master=True)`", "quantized"): "the loss reads `table.pull(ids)`",
+}
+
+HEAD = """\
+# Which table where
+
+This page is made by `python tests/tables_table.py`. Each cell was tried.
+**yes** means that values, gradients or trained weights equal the result of plain JAX
+and optax on a dense array. **no** has the number of the error that the call raises.
+
+- **array `[V, D]`**: any table that fits on the device.
+- **stack `[K, V, D]`**: K tables of one shape in one parameter. A read is of
+  `table[k]`.
+- **`SelectedRows`**: some rows of a table. It is a gradient, or the rows of a pull,
+  which a loss reads in place of the table.
+- **`QuantizedTable`**: a table in 8, 4 or 2 bits ([quantized
+  tables](quantized_tables.md)).
+- **`ShardedTable`**: rows over several devices ([many devices](many_devices.md)).
+- **`KVStore`**: rows in host memory or a file. A step reads the rows of `pull` ([big
+  tables](big_tables.md)).
+- **`CachedTable`**: the same, with the hot rows on the device. A step reads the array
+  of slots.
+"""
+FOOT = """
+`tx` is an optax transformation. `lazy` and `accumulate` were tried with Adagrad,
+`exact` with Adam, `ema` and `rounding` with SGD. In a `KVStore` the optimizer is an
+argument of `init`, and runs on the host.
+
+[Checkpoints](checkpoint_and_resume.md#which-type-by-which-way) has pickle, NumPy,
+equinox and flax.
+"""
+
+
+def tried(row: str, call: Any, name: str) -> str:
+    """Returns "yes", or the error of a cell."""
+    try:
+        if row in READS:
+            try_read(name, call)
+        elif row in TRAININGS:
+            try_training(name, call)
+        else:
+            call(name)
+    except (TypeError, ValueError) as e:
+        return str(e)
+    return "yes"
+
+
+ROWS: dict[str, Any] = {
+    **READS,
+    **TRAININGS,
+    "checkpoint": try_checkpoint,
+    "`jax.export`": try_export,
+}
+
+
+def page(cells: dict[tuple[str, str], str]) -> str:
+    """The text of the page; `cells` are the results of `tried` by row and kind."""
+    lines = ["", "| | " + " | ".join(k.title for k in KINDS.values()) + " |"]
+    lines.append("|---|" + "---|" * len(KINDS))
+    notes: list[str] = []
+    for row in ROWS:
+        shown = []
+        for name in KINDS:
+            found = cells[row, name]
+            if found == "yes":
+                how = HOW.get((row, name))
+                shown.append("yes" + (f", {how}" if how else ""))
+                continue
+            found = re.sub(r"\s+", " ", found)
+            if found not in notes:
+                notes.append(found)
+            shown.append(f"no [{notes.index(found) + 1}]")
+        lines.append(f"| {row} | " + " | ".join(shown) + " |")
+    said = ["", *(f"{k}. `{note}`" for k, note in enumerate(notes, 1))]
+    return HEAD + "\n".join(lines + said) + "\n" + FOOT
+
+
+if __name__ == "__main__":
+    found = {(r, k): tried(r, call, k) for r, call in ROWS.items() for k in KINDS}
+    PAGE.write_text(page(found))
+    print(PAGE.read_text())
