@@ -1,0 +1,58 @@
+"""examples/many_devices.py learns, and goes on from a checkpoint on fewer devices."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import pages
+from examples import many_devices
+
+
+pytestmark = [
+    pytest.mark.usefixtures("loose_promotion", "freed_pages", "eight_devices"),
+    pytest.mark.slow,
+]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    heights = {"user": 3_000, "item": 500, "country": 40}
+    monkeypatch.setattr(many_devices, "HEIGHTS", heights)
+
+    def run(*options):
+        many_devices.main([str(option) for option in options])
+        return capsys.readouterr().out
+
+    return run
+
+
+def _auc(out):
+    return [float(x) for x in re.findall(r"0\.\d+", out.splitlines()[-1])]
+
+
+def test_it_learns_and_goes_on_with_half_of_the_devices(run, tmp_path):
+    whole = run("--devices", 8, "--steps", 100)
+    assert re.search(r"\['user'\] +float32\[3000,16\] .* row-sharded", whole)
+    assert re.search(r"step 100: loss 0\.\d+, [\d,]+ clicks/s", whole)
+    found, best = _auc(whole)
+    assert best > 0.8 and found > best - 0.15
+    folder = "--folder", tmp_path / "run"
+    run("--devices", 8, "--steps", 80, "--save-every", 40, *folder)
+    rest = run("--devices", 4, "--steps", 100, *folder)
+    assert "goes on from step 80" in rest and "4 devices" in rest
+    np.testing.assert_allclose(_auc(rest), _auc(whole), atol=2e-3)
+
+
+def test_devices_are_simulated():
+    """In a process of its own: JAX has started its devices here."""
+    ran = subprocess.run(
+        [sys.executable, "examples/many_devices.py", "--simulate=2", "--steps=1"],
+        cwd=pages.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "2 devices; memory" in ran.stdout
