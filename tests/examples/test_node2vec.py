@@ -1,0 +1,85 @@
+"""examples/node2vec.py finds held-out edges of a real graph."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from examples import node2vec
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+
+@pytest.mark.slow
+def test_held_out_edges_are_found(tmp_path, shared_data, capsys):
+    triples = np.load(shared_data / "codex_m" / "codex_m.npz")["train"]
+    path = tmp_path / "edges.txt.gz"
+    np.savetxt(path, triples[:20_000, [0, 2]], "Q%d", header="from to")
+    options = "--epochs 4 --dim 16 --length 12 --p 0.5 --q 2"
+    node2vec.main([str(path), *options.split()])
+    found = capsys.readouterr().out.splitlines()
+    assert re.match(r"\d+,\d+ nodes, \d+,\d+ edges, \d,?\d+ held out", found[0])
+    score, common = map(float, re.findall(r"0\.\d+", found[-1]))
+    assert 0.5 < common < 0.6 and score > common + 0.08, found
+
+
+def test_gradients_are_those_of_jax_and_sparse():
+    rng = np.random.default_rng(0)
+    params = {
+        name: jnp.asarray(rng.normal(size=(2000, 4)), jnp.float32)
+        for name in ("nodes", "contexts")
+    }
+    walks, negatives = rng.integers(2000, size=(3, 12)), jnp.arange(20)
+    loss = lambda params: node2vec.loss_fn(params, walks, negatives)
+    value, grads = jax.jit(sj.value_and_grad(loss))(params)
+    assert {k: g.capacity for k, g in grads.items()} == {"nodes": 36, "contexts": 56}
+    for name, g in jax.jit(jax.grad(loss))(params).items():
+        np.testing.assert_allclose(grads[name].to_dense(), g, rtol=1e-4, atol=1e-5)
+    nodes, contexts = (np.asarray(x, np.float64) for x in params.values())
+    losses = []
+    for walk in walks:
+        for i, a in enumerate(walk):
+            for j, b in enumerate(walk):
+                if 0 < abs(i - j) <= node2vec.WINDOW:
+                    wrong = np.log1p(np.exp(contexts[negatives] @ nodes[a]))
+                    right = np.log1p(np.exp(-nodes[a] @ contexts[b]))
+                    losses.append(right + node2vec.NEGATIVES * wrong.mean())
+    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-5)
+
+
+def test_a_graph_has_its_edges_and_no_others():
+    edges = np.array([[0, 1], [1, 2], [2, 0], [2, 3]])
+    graph = node2vec.Graph(edges, 5)
+    assert graph.degrees.tolist() == [2, 2, 3, 1, 0]
+    a, b = np.divmod(np.arange(25), 5)
+    pairs = {tuple(x) for x in edges.tolist()} | {
+        tuple(x[::-1]) for x in edges.tolist()
+    }
+    assert set(zip(*(x[graph.has(a, b)].tolist() for x in (a, b)))) == pairs
+
+
+@pytest.mark.parametrize(("p", "q"), [(1.0, 1.0), (0.25, 4.0), (4.0, 0.5)])
+def test_steps_have_the_probabilities_of_p_and_q(p, q):
+    """From 0 to 2; then back to 0, to 1, which is near 0, or to 3, which is not."""
+    graph = node2vec.Graph(np.array([[0, 2], [0, 1], [1, 2], [2, 3]]), 4)
+    walks = graph.walks(np.zeros(90_000, int), 3, p, q, np.random.default_rng(0))
+    assert graph.has(*walks[:, :2].T).all() and graph.has(*walks[:, 1:].T).all()
+    after = walks[walks[:, 1] == 2, 2]
+    weights = np.array([1 / p, 1, 0, 1 / q])
+    found = np.bincount(after, minlength=4) / len(after)
+    np.testing.assert_allclose(found, weights / weights.sum(), atol=0.01)
+
+
+def test_edges_are_read_once_each(tmp_path):
+    path = tmp_path / "edges.txt"
+    path.write_text("# a comment\na b 3.5\nb\ta\nb c\n")
+    edges, names = node2vec.read_edges(str(path))
+    assert [[str(names[n]) for n in edge] for edge in edges] == [["a", "b"], ["b", "c"]]
+
+
+def test_auc_counts_ties_half():
+    assert node2vec.auc(np.array([1, 2, 3]), np.array([0, 2])) == pytest.approx(4.5 / 6)
