@@ -14,6 +14,7 @@ Around an optax transformation
 - `rounding`: tables of bfloat16 or float16, rounded stochastically or with
   float32 masters.
 - `dynamic_loss_scale`: for gradients in float16.
+- `track_changes`: which rows changed since `take_changes` took them.
 
 Optimizers, to be put into `lazy(...)`
 
@@ -71,3 +72,7 @@ from sparsejax.optim._wrappers.loss_scale import (
     dynamic_loss_scale as dynamic_loss_scale,
 )
 from sparsejax.optim._wrappers.rounding import rounding as rounding
+from sparsejax.optim._wrappers.track_changes import (
+    take_changes as take_changes,
+    track_changes as track_changes,
+)

@@ -23,6 +23,7 @@ from sparsejax.optim._exact.exact import ExactState
 from sparsejax.optim._lazy import callables, checks, state_leaves, state_sharding, trees
 from sparsejax.optim._optimizers.weight_decay import WeightDecayState
 from sparsejax.optim._wrappers.accumulate import AccumulateState, as_rows
+from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
 
 CALL = "sparsejax.optim.reset_rows"
@@ -44,8 +45,8 @@ def reset_rows(
     been initialized: its weights are zeros or those of `embedding_init`, the leaves of
     `state` that follow the table have for it what `tx.init` makes of these weights, and
     gradients that `accumulate` holds for it are zero. `weight_decay` and `exact` count
-    steps that a row has missed from now on. Counts, and all other rows, stay as they
-    are, bit for bit.
+    steps that a row has missed from now on. For `track_changes` the row has changed.
+    Counts, and all other rows, stay as they are, bit for bit.
 
     Under `jax.jit`, with `params` and `state` donated, only these rows are written.
 
@@ -176,7 +177,8 @@ def _without_rows(state: Any) -> Any:
 
 def _at_this_step(new: Any, state: Any) -> Any:
     """`new`, the state of `tx.init`, for rows that have missed nothing up to now."""
-    is_dated = lambda x: isinstance(x, (WeightDecayState, ExactState))
+    kinds = WeightDecayState, ExactState, TrackChangesState
+    is_dated = lambda x: isinstance(x, kinds)
     nodes, treedef = jax.tree.flatten(new, is_leaf=is_dated)
     for k, (node, now) in enumerate(zip(nodes, treedef.flatten_up_to(state))):
         if isinstance(node, WeightDecayState):
@@ -188,6 +190,10 @@ def _at_this_step(new: Any, state: Any) -> Any:
                 for x, then in zip(node.last_updates, now.now)
             )
             nodes[k] = node._replace(last_updates=tuple(records))
+        elif isinstance(node, TrackChangesState):
+            inner = _at_this_step(node.inner_state, now.inner_state)
+            changed = jax.tree.map(jnp.ones_like, node.changed)
+            nodes[k] = TrackChangesState(inner, changed)
     return treedef.unflatten(nodes)
 
 

@@ -22,6 +22,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
 from sparsejax.optim._lazy import gather_scatter, row_passes
+from sparsejax.optim._wrappers import track_changes
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
 from sparsejax.parallel._passes import RangePasses
@@ -253,6 +254,14 @@ def _read(rows: ShardedRows, table: Any, otherwise: jax.Array) -> jax.Array:
 @gather_scatter.scatter_rows.register
 def _write(rows: ShardedRows, table: Any, values: jax.Array) -> jax.Array:
     return _at_owners(gather_scatter.scatter_rows, rows, jnp.asarray(table), values)
+
+
+@track_changes.mark_rows.register
+def _mark(update: ShardedRows, flags: jax.Array) -> jax.Array:
+    def mark(own, part):
+        return indexing.add_rows(part, own.rows, jnp.ones(own.rows.shape, bool))
+
+    return _at_owners(mark, update.coalesce(), flags)
 
 
 @gather_scatter.as_update.register

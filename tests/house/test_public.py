@@ -123,6 +123,8 @@ def test_names():
         "rounding",
         "rowwise_adagrad",
         "rowwise_adam",
+        "take_changes",
+        "track_changes",
         "weight_decay",
     }
 

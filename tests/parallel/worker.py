@@ -119,6 +119,17 @@ def train(port, process, directory):
             losses = np.array(losses, np.float32)
             trained[f"{name} {kind}"] = {"params": params, "losses": losses}
 
+    # All processes get the ids of all devices; the cleared state fits the next step.
+    tx = sj.optim.track_changes(sj.optim.lazy(OPTIMIZERS["sgd"]))
+    step = jax.jit(functools.partial(sharded_step, tx), donate_argnums=(0, 1))
+    sharded = sj.parallel.shard_rows(table, mesh, "x")
+    tracked = {"table": sharded, "dense": jax.device_put(dense, repeated)}
+    marks = tx.init(tracked)
+    for ids, targets in batches("uniform"):
+        tracked, marks, _ = step(tracked, marks, share(ids), share(targets))
+        changed, marks = sj.optim.take_changes(tracked, marks)
+        assert changed["table"].tolist() == np.unique(ids).tolist()
+
     spec = jax.ShapeDtypeStruct(table.shape, table.dtype)
     block = sj.parallel.shard_rows(spec, mesh, "x", layout="block")
     as_block = jax.tree.map(lambda x: x, trained)

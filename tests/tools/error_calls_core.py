@@ -942,6 +942,36 @@ tx.update({"table": rows}, tx.init(params), params)
 
 sj.optim.accumulate(lazy, 2, capacity=8).init(sharded)
 
+sj.optim.track_changes("sgd")
+
+sj.optim.track_changes(lazy, tables={"items": True}).init(params)
+
+sj.optim.track_changes(lazy, tables=True).init({"table": 0.5})
+
+tx = sj.optim.track_changes(lazy, tables=False)
+tx.update(grads, tx.init(params), params)
+
+tx = sj.optim.track_changes(lazy)
+tx.update(grads, lazy.init(params), params)
+
+tx = sj.optim.track_changes(lazy)
+state = tx.init(params)
+tx.update(grads, state._replace(changed=None), params)
+
+stack = jnp.ones((5, 20, 2))
+tx = sj.optim.track_changes(lazy)
+tx.update(sj.grad(lambda t: jnp.sum(t[1, 2]))(stack), tx.init(stack), stack)
+
+sj.optim.lazy(sj.optim.track_changes(optax.sgd(0.1))).init(params)
+
+sj.optim.take_changes(params, lazy.init(params))
+
+tx = sj.optim.track_changes(lazy)
+sj.optim.take_changes({"table": jnp.ones((50, 2))}, tx.init(params))
+
+tx = sj.optim.track_changes(lazy)
+jax.jit(sj.optim.take_changes)(params, tx.init(params))
+
 lazy.update(rows, lazy.init(sharded), sharded)
 
 tx = sj.optim.lazy(optax.adam(0.1))
