@@ -20,6 +20,7 @@ NAMES = (
     "sharded",
     "dlrm",
     "store",
+    "stored",
     "index",
     "cache",
     "quantized",

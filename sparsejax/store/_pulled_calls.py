@@ -31,7 +31,7 @@ from sparsejax.store._leaf import (
     view_to_record,
 )
 from sparsejax.store._optimizer import on_host
-from sparsejax.store._requested_rows import bucket, capacity_for
+from sparsejax.store._requested_rows import MIN_CAPACITY, capacity_for
 from sparsejax.transform import rules, value_and_grad
 from sparsejax.transform.forward import run_forward
 from sparsejax.transform.interpreter import Reads, Run, walk
@@ -178,8 +178,8 @@ class RowIds:
             return program.run(needed)  # arrays of several processes
         with on_host() as device:
             # Not on the device of the step, where the step of the last batch may run.
-            ids = program.run(jax.device_put([_one_copy(x) for x in needed], device))
-        return {name: np.asarray(x) for name, x in ids.items()}
+            ids = program.run([_for_host(x, device) for x in needed])
+            return {name: np.asarray(x) for name, x in ids.items()}
 
     def program(self, *parts: Part) -> _Program:
         """The program for arguments of this structure, arrays or specs."""
@@ -264,10 +264,10 @@ def _refuse_second_hop(
     raise AssertionError("sparsejax: ids depend on rows of no read. This is a bug.")
 
 
-def _one_copy(x: Any) -> Any:
-    """An array without the devices that share it."""
-    is_shared = isinstance(x, jax.Array) and len(x.sharding.device_set) > 1
-    return np.asarray(x) if is_shared else x
+def _for_host(x: Any, device: Any) -> Any:
+    """An array for a program on the CPU; a copy only if it is elsewhere."""
+    is_there = not isinstance(x, jax.Array) or x.sharding.device_set == {device}
+    return x if is_there else np.asarray(x)
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -309,9 +309,15 @@ class Capacities:
         if given is not None:
             return capacity_for(call, name, count, height, given)
         if count > self._measured.get(name, 0) or name not in self._measured:
-            some_more = bucket(count + count // 4)
-            self._measured[name] = max(1, min(some_more, most, height))
+            self._measured[name] = max(1, min(_some_more(count), most, height))
         return self._measured[name]
+
+
+def _some_more(count: int) -> int:
+    """A quarter more than `count`, rounded up a little."""
+    size = max(MIN_CAPACITY, count + count // 4)
+    unit = max(1, _arguments.next_power_of_two(size) // 16)
+    return -(-size // unit) * unit
 
 
 # ------------------------------------------------------------------ the function

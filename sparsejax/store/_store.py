@@ -669,9 +669,9 @@ class KVStore:
           has_aux: True if `fun` returns `(loss, aux)`.
           capacity: the number of rows of a table that a batch may read, or a dict of
             one per table; more is an error. By default it is measured: a quarter more
-            than the distinct rows of the first batch, rounded up to a power of two, at
-            most the number of ids. It grows if a batch needs more, and then compiles
-            again. New ids alone never do.
+            than the distinct rows of the first batch, at most the number of ids. It
+            grows if a batch needs more, and then compiles again. New ids alone never
+            do.
           tables: which of the other parameters, arrays on the device, get a sparse
             gradient, as in `sparsejax.value_and_grad`. By default none.
 
