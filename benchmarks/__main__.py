@@ -24,6 +24,7 @@ NAMES = (
     "index",
     "cache",
     "quantized",
+    "keras_fit",
 )
 
 

@@ -6,6 +6,7 @@ same here as where the repository is read.
 
 import collections
 import json
+import os
 import re
 import sys
 import tomllib
@@ -13,6 +14,8 @@ from pathlib import Path
 
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+os.environ.setdefault("KERAS_BACKEND", "jax")  # autodoc imports sparsejax.nn.keras
 
 import sparsejax  # noqa: E402
 

@@ -54,6 +54,7 @@ if not _AS_USERS:
 
 def _set_environment():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("KERAS_BACKEND", "jax")
     flags = os.environ.get("XLA_FLAGS", "")
     for name, value in _XLA_FLAGS.items():
         if name not in flags:
@@ -155,6 +156,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    if importlib.util.find_spec("keras") is None:  # its adapter has an example
+        ignored = config.option.ignore or []
+        config.option.ignore = [*ignored, str(_ROOT / "sparsejax/nn/keras.py")]
     if not hasattr(config, "workerinput"):
         _forget_old_programs()
     # Other processes of a test write to the same cache, and not whole files; what

@@ -29,6 +29,7 @@ Framework adapters, each imported on first use
 - `sparsejax.nn.flax`, `sparsejax.nn.nnx`, `sparsejax.nn.equinox`: `Layer(layer)` wraps
   a layer as a module of that framework. `sparsejax.nn.nnx.value_and_grad` is that of
   flax.nnx.
+- `sparsejax.nn.keras`: `SparseModel`, a `keras.Model` with sparse gradients.
 """
 
 import importlib as _importlib
@@ -55,10 +56,15 @@ from sparsejax.nn._trainer import Trainer as Trainer
 
 
 if _TYPE_CHECKING:  # at run time `__getattr__` imports them
-    from sparsejax.nn import equinox as equinox, flax as flax, nnx as nnx
+    from sparsejax.nn import (
+        equinox as equinox,
+        flax as flax,
+        keras as keras,
+        nnx as nnx,
+    )
 
 # The package that each adapter imports.
-_ADAPTERS = {"flax": "flax", "nnx": "flax", "equinox": "equinox"}
+_ADAPTERS = {"flax": "flax", "nnx": "flax", "equinox": "equinox", "keras": "keras"}
 
 
 def __getattr__(name: str) -> _Any:
@@ -72,6 +78,7 @@ def __getattr__(name: str) -> _Any:
             raise
         raise ModuleNotFoundError(
             f"sparsejax.nn.{name} needs {package}, which is not installed. Run pip "
-            f"install {package}, or pip install 'sparsejax[interop]'.",
+            f"install {package}, or 'sparsejax[keras]' for keras and "
+            "'sparsejax[interop]' for flax and equinox.",
             name=e.name,
         ) from None

@@ -32,12 +32,15 @@ RUNS = {
     "index": "--only drift --steps 20 --batch 64 --ways lru hashed",
     "cache": "--rows 2000 --dim 4 --ids 64 --warm 3 --steps 3 --ways whole cached",
     "quantized": "--rows 300 --dim 8 --bags 16 --repeats 3 --seconds 0",
+    "keras_fit": "--rows 300 --dim 4 --batch 8 --batches 2 --repeats 1",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name, tmp_path, capsys, monkeypatch):
+    if name == "keras_fit":
+        pytest.importorskip("keras")
     monkeypatch.setattr(timing, "bandwidth", lambda: 1e9)
     monkeypatch.setattr(sweep, "FIXED_ROWS", 1000)
     path = tmp_path / "lines.jsonl"

@@ -173,12 +173,14 @@ def test_attend():
 
 
 @pytest.mark.parametrize(
-    ("name", "package"), [("flax", "flax"), ("nnx", "flax"), ("equinox", "equinox")]
+    ("name", "package"),
+    [("flax",) * 2, ("nnx", "flax"), ("equinox",) * 2, ("keras",) * 2],
 )
 def test_a_framework_that_is_missing_is_named(name, package, monkeypatch):
+    if name in vars(sj.nn):
+        monkeypatch.delattr(sj.nn, name)
     monkeypatch.delitem(sys.modules, f"sparsejax.nn.{name}", raising=False)
-    monkeypatch.delattr(sj.nn, name, raising=False)
-    for module in [m for m in sys.modules if m.split(".")[0] == package]:
+    for module in {package} | {m for m in sys.modules if m.split(".")[0] == package}:
         monkeypatch.setitem(sys.modules, module, None)
     message = rf"sparsejax\.nn\.{name} needs {package}, which is not .*pip install"
     with pytest.raises(ModuleNotFoundError, match=message):

@@ -5,7 +5,6 @@ framework. A package that is not installed skips its tests; `pip install
 'sparsejax[models]'` brings them.
 """
 
-import os
 from typing import Any
 
 import jax
@@ -354,7 +353,6 @@ def test_haiku(name):
 
 
 def test_keras_stateless_call():
-    os.environ.setdefault("KERAS_BACKEND", "jax")
     keras = pytest.importorskip("keras")
     if keras.backend.backend() != "jax":
         pytest.skip("keras is set up for another backend")
