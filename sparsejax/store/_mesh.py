@@ -112,6 +112,10 @@ class Devices:
                     "of its devices."
                 )
 
+    def gather(self, x: np.ndarray) -> np.ndarray:
+        """The arrays `x` of all processes, `[P, ...]`. A collective."""
+        return np.asarray(multihost_utils.process_allgather(x))
+
     def merge_ids(self, call: str, name: str, ids: Any, height: int) -> np.ndarray:
         """The ids of all devices of all processes, on the host. A collective.
 

@@ -10,19 +10,21 @@ The file has a header that describes all tables, and then for each table:
 - the rows that changed since the store was made, and the version at which each last
   changed.
 
+Last come the arrays of a tree that is saved with the tables (`_extra`).
+
 Untouched rows take no space: the key in the description makes them again. Each array
 has a checksum.
 """
 
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparsejax._files import as_path, replacing
-from sparsejax.store import _format, _history, _keys, _memory
+from sparsejax.store import _extra, _format, _history, _keys, _memory
 from sparsejax.store._history import History
 from sparsejax.store._optimizer import on_host
 from sparsejax.store._table import CHUNK, Table, put_rows
@@ -34,6 +36,8 @@ _COUNTS = {"touched": int, "keys?": _keys.SAVED, "changed?": int}
 _HEADER = {
     "tables": {"*": _format.DESCRIPTION | _COUNTS},
     "history?": _history.SAVED,
+    "extra?": _extra.DESCRIPTION,
+    "stamp?": str,
 }
 
 _SAVE, _LOAD = "sparsejax.store.KVStore.save", "sparsejax.store.KVStore.load"
@@ -48,8 +52,19 @@ def save(
     tables: Mapping[str, Table],
     history: History,
     report: Report,
+    extra: Sequence[_extra.Leaf] = (),
+    stamp: str | None = None,
 ) -> None:
-    """Writes all tables to a file that then replaces `path`."""
+    """Writes all tables to a file that then replaces `path`.
+
+    Args:
+      path: of the file.
+      tables: by name.
+      history: of the store.
+      report: of the rows done, and in all.
+      extra: the leaves of a tree.
+      stamp: which the files of all processes have in common.
+    """
     check_target(_SAVE, path)
     descriptions, touched, changed = {}, {}, {}
     for name, table in tables.items():
@@ -64,6 +79,8 @@ def save(
     done = 0
     with replacing(path) as file:
         header = {"tables": descriptions, "history": history.description()}
+        header |= {"extra": _extra.describe(extra)} if extra else {}
+        header |= {} if stamp is None else {"stamp": stamp}
         _format.write_header(file, MAGIC, header)
         for name, table in tables.items():
             for leaf in table.rest:
@@ -84,6 +101,9 @@ def save(
             _format.write_array(file, changed[name])
             versions = np.take(table.changed_at, changed[name], mode="clip")
             _format.write_array(file, versions)
+        for leaf in extra:
+            if leaf.is_array:
+                _format.write_array(file, leaf.value)
         check_target(_SAVE, path)  # a table may have been made there meanwhile
 
 
@@ -100,16 +120,26 @@ def check_target(call: str, path: str | os.PathLike[str]) -> None:
         )
 
 
-def load(
+def stamp_in(call: str, path: str) -> str | None:
+    """The stamp in the header of a file of `save`, if it has one."""
+    with open(path, "rb") as file:
+        return _format.read_header(call, path, file, MAGIC, _HEADER).get("stamp")
+
+
+def check(
     path: str | os.PathLike[str],
     tables: Mapping[str, Table],
-    history: History,
     report: Report,
-) -> None:
-    """Reads a file of `save` into tables with the same names and descriptions.
+    extra: Any = None,
+) -> Any:
+    """Checks the whole file of a `save`, and changes nothing.
 
-    The whole file is read and checked before a table is changed. After that, until the
-    last row is read, the tables are marked as half loaded.
+    Args:
+      path, tables, report: as in `save`.
+      extra: a tree like the one that was saved, or None.
+
+    Returns:
+      The tree that was saved.
     """
     for table in tables.values():
         table.check_not_cached(_LOAD)
@@ -117,20 +147,41 @@ def load(
         header = _format.read_header(_LOAD, path, file, MAGIC, _HEADER)
         found = _checked_descriptions(path, file, header, tables)
         total = 2 * sum(_steps(description) for description in found.values())
-        done, start = 0, file.tell()
+        done = 0
+        for name, description in found.items():
+            contents = _contents(path, file, tables[name], description)
+            next(contents)
+            for column, rows, _ in contents:
+                if isinstance(column, np.ndarray):
+                    done += rows.size
+                    report(done, total)
+        leaves = header.get("extra", [])
+        read = lambda size: _format.read_array(_LOAD, path, file, (size,), np.uint8)
+        arrays = [read(size) for size in _extra.sizes(leaves)]
+        return _extra.put(_LOAD, path, extra, leaves, arrays)
+
+
+def load(
+    path: str | os.PathLike[str],
+    tables: Mapping[str, Table],
+    history: History,
+    report: Report,
+) -> None:
+    """Reads a file that `check` has checked into its tables.
+
+    Until the last row is read, the tables are marked as half loaded.
+    """
+    with open(as_path(_LOAD, path), "rb") as file:
+        header = _format.read_header(_LOAD, path, file, MAGIC, _HEADER)
+        found = _checked_descriptions(path, file, header, tables)
+        done = sum(_steps(description) for description in found.values())
+        total = 2 * done
 
         def advance(rows):
             nonlocal done
             done += rows
             report(done, total)
 
-        for name, description in found.items():
-            contents = _contents(path, file, tables[name], description)
-            next(contents)
-            for column, rows, _ in contents:
-                if isinstance(column, np.ndarray):
-                    advance(rows.size)
-        file.seek(start)
         for table in tables.values():
             table.set_loading(True)
         for name, description in found.items():
@@ -228,6 +279,8 @@ def _checked_descriptions(
                 "Load an older file."
             )
         expected += _bytes(tables[name], description)
+    for count in _extra.sizes(header.get("extra", [])):
+        expected += count + _format.CHECKSUM_BYTES
     size = os.fstat(file.fileno()).st_size
     if size != expected:
         raise ValueError(

@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
-from sparsejax.store import _changes, _pulled_calls, _saving
+from sparsejax.store import _changes, _extra, _pulled_calls, _saving, _together
 from sparsejax.store._changes import Changes
 from sparsejax.store._history import History
 from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
@@ -128,6 +128,10 @@ class KVStore:
         self._place = (0, 1)
         if self._devices is not None:
             self._place = self._devices.process, self._devices.count
+        self._processes: _together.Processes | None = None
+        if self._devices is not None and self._devices.count > 1:
+            gather = self._devices.gather
+            self._processes = _together.Processes(*self._place, gather)
         self._tables: dict[str, Table] = {}
         self._queue = WorkQueue()
         self._history = History()
@@ -897,7 +901,13 @@ class KVStore:
 
     # -- files ------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        extra: PyTree = None,
+        *,
+        progress: Progress = False,
+    ) -> None:
         """Writes all tables to a file, weights and state.
 
         The file is written next to `path`, and replaces `path` when it is complete and
@@ -905,25 +915,57 @@ class KVStore:
         tables that were not made from an array, only touched rows are written.
 
         With several processes, each writes its own rows to a file of its own, whose
-        name ends in `.0-of-2`, `.1-of-2` and so on.
+        name ends in `.0-of-2`, `.1-of-2` and so on. The files of a save have one stamp.
+        A save that is cut off, because a process is killed, is completed or dropped by
+        the next `save` or `load`: rows of two saves are never mixed. An error in one
+        process is raised in all.
 
         Args:
           path: of the file, in an existing directory.
+          extra: a tree of arrays, ints, floats, bools and strings, which is saved in
+            the same file: dense parameters, their optimizer state, the number of the
+            step, the position of a loader. Each process saves its own.
           progress: True for a progress bar on stderr, or a function of (rows done, rows
             in all), which also counts rows of the optimizer state.
 
         Raises:
           IsADirectoryError: `path` is a directory.
+          TypeError: a leaf of `extra` is something else.
           ValueError: `path` is the file of a memory-mapped table, of any store.
-          RuntimeError: a table is half loaded, see `load`.
+          RuntimeError: a table is half loaded, see `load`; another process failed.
+
+        Example:
+          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> store = sj.store.KVStore()
+          >>> store.init("words", jnp.ones((5, 2)), None)
+          >>> store.save("model.store", {"w": jnp.arange(3), "step": 7})
+          >>> store.assign("words", jnp.zeros((5, 2)))
+          >>> store.load("model.store", {"w": jnp.zeros(3, int), "step": 0})
+          {'step': 7, 'w': Array([0, 1, 2], dtype=int32)}
+          >>> float(store.pull_all("words").sum())
+          10.0
         """
         call = f"{_CALL}.save"
-        path = own_path(path, *self._place)
+        whole = lambda x: self._on_one_device(x)[0]
+        leaves = _extra.leaves_of(call, extra, whole)
         with _progress.progress_reporter(call, progress) as report:
-            arguments = path, self._tables, self._history, report
-            self._run(call, lambda: _saving.save(*arguments))
 
-    def load(self, path: str | os.PathLike[str], *, progress: Progress = False) -> None:
+            def write(path, stamp=None):
+                arguments = path, self._tables, self._history, report, leaves, stamp
+                self._run(call, lambda: _saving.save(*arguments))
+
+            if self._processes is None:
+                write(path)
+            else:
+                _together.save(self._processes, call, path, write)
+
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        extra: PyTree = None,
+        *,
+        progress: Progress = False,
+    ) -> Any:
         """Loads a file written by `save` into the tables of this store.
 
         A file contains no functions: first call `init` for each table, with the same
@@ -936,19 +978,33 @@ class KVStore:
 
         Args:
           path: of the file.
+          extra: a tree like the one that was saved, of the same structure, shapes and
+            dtypes; None to skip it. Its values are not used.
           progress: as in `save`; each row counts twice, when checked and when read.
+
+        Returns:
+          The tree that was saved, with arrays where those of `extra` are; or None.
 
         Raises:
           FileNotFoundError: there is no such file.
           ValueError: the file is not a file of `save`, is truncated or damaged (each
-            part has a checksum), or has other tables. Nothing has changed.
+            part has a checksum), has other tables or another tree, or the files of the
+            processes are not of one save. Nothing has changed.
+          RuntimeError: another process failed.
         """
-        call = f"{_CALL}.load"
-
-        path = own_path(path, *self._place)
+        call, processes = f"{_CALL}.load", self._processes
         with _progress.progress_reporter(call, progress) as report:
+            if processes is not None:
+                _together.check_one_save(processes, call, path)
+                path = own_path(path, *self._place)
+            check = lambda: _saving.check(path, self._tables, report, extra)
             arguments = path, self._tables, self._history, report
-            self._run(call, lambda: _saving.load(*arguments))
+            read = lambda: _saving.load(*arguments)
+            if processes is None:
+                return self._run(call, lambda: (check(), read())[0])
+            found = processes.run(call, lambda: self._run(call, check))
+            processes.run(call, lambda: self._run(call, read))
+            return found
 
     # -- what changed -----------------------------------------------------------------
 

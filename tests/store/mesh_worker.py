@@ -84,8 +84,8 @@ def init_normal(store):
     return store
 
 
-def train_with_trainer(store, share=lambda batch: batch):
-    """Losses, table and dense parameters after a few steps of a Trainer."""
+def make_trainer(store):
+    """A Trainer of a table and dense weights."""
 
     @dataclasses.dataclass(frozen=True)
     class Regression(sj.nn.SparseBlock):
@@ -97,7 +97,7 @@ def train_with_trainer(store, share=lambda batch: batch):
         def sparse_forward(self, tables, params, inputs):
             return self.item(tables, params["item"], inputs) @ params["w"]
 
-    trainer = sj.nn.Trainer(
+    return sj.nn.Trainer(
         Regression(),
         store,
         lambda outputs, batch: jnp.mean((outputs - batch[1]) ** 2),
@@ -107,9 +107,50 @@ def train_with_trainer(store, share=lambda batch: batch):
         params={"item": {}, "w": np.ones(WIDTH, np.float32)},
         key=3,
     )
+
+
+def train_with_trainer(store, share=lambda batch: batch):
+    """Losses, table and dense parameters after a few steps of a Trainer."""
+    trainer = make_trainer(store)
     losses = [np.asarray(trainer.step(share(batch))) for batch in batches()]
     w = np.asarray(trainer.params["w"])
     return {"loss": np.array(losses), "w": w, "table": store.pull_all("item")}
+
+
+def train_with_step(store, share=lambda batch: batch):
+    """Losses, table and dense parameters after a few steps of `store.train_step`."""
+    store.init("item", initial(), optax.adagrad(0.1))
+
+    def loss_fn(params, batch):
+        outputs = params["item"][batch[0]] @ params["w"]
+        return jnp.mean((outputs - batch[1]) ** 2)
+
+    tx = optax.sgd(0.1)
+    params = {"item": store["item"], "w": np.ones(WIDTH, np.float32)}
+    state, step = tx.init(params), store.train_step(loss_fn, tx)
+    losses = []
+    for batch in batches():
+        params, state, loss = step(params, state, share(batch))
+        losses.append(np.asarray(loss))
+    w = np.asarray(params["w"])
+    return {"loss": np.array(losses), "w": w, "table": store.pull_all("item")}
+
+
+def resume_trainer(make_store, share, path):
+    """Trains half of the steps, saves, and trains the rest from the file."""
+    half, all_batches = STEPS // 2, list(batches())
+    first = make_trainer(make_store())
+    losses = [np.asarray(first.step(share(x))) for x in all_batches[:half]]
+    tree = lambda x: {"params": x.params, "state": x.opt_state, "steps": x.steps}
+    first.store.save(path, tree(first))
+    first.step(share(all_batches[0]))  # a step that is lost
+    again = make_trainer(make_store())
+    saved = again.store.load(path, tree(again))
+    again.params, again.opt_state = saved["params"], saved["state"]
+    again.steps = saved["steps"]
+    losses += [np.asarray(again.step(share(x))) for x in all_batches[again.steps :]]
+    w = np.asarray(again.params["w"])
+    return {"loss": np.array(losses), "w": w, "table": again.store.pull_all("item")}
 
 
 def errors_are_everywhere(store):
@@ -202,7 +243,14 @@ def main(port, process, directory, work):
         found: Any = train(mesh, process, directory)
     else:
         share = lambda batch: global_batch(mesh, process, batch)
-        found = train_with_trainer(sj.store.KVStore(mesh), share)
+        make_store = lambda: sj.store.KVStore(mesh)
+        path = pathlib.Path(directory) / "saved"
+        runs = {
+            "trainer": train_with_trainer(make_store(), share),
+            "resumed": resume_trainer(make_store, share, path),
+            "step": train_with_step(make_store(), share),
+        }
+        found = {f"{run} {k}": x for run in runs for k, x in runs[run].items()}
     np.savez(pathlib.Path(directory) / f"{process}.npz", **found)
     jax.distributed.shutdown()
 

@@ -221,10 +221,18 @@ def test_two_processes_equal_one(trained, tmp_path):
 
 @pytest.mark.slow
 def test_a_trainer_in_two_processes(tmp_path):
-    """Training the Gluon way over two processes equals training in one."""
+    """Training the Gluon way over two processes equals training in one.
+
+    So does training that is saved halfway and resumed, and `store.train_step`.
+    """
     _run_both(tmp_path, "trainer")
     parts = [np.load(tmp_path / f"{k}.npz") for k in range(worker.PROCESSES)]
-    expected = worker.train_with_trainer(sj.store.KVStore())
+    trained = worker.train_with_trainer(sj.store.KVStore())
+    stepped = worker.train_with_step(sj.store.KVStore())
+    runs = {"trainer": trained, "resumed": trained, "step": stepped}
     for part in parts:
-        for name, value in expected.items():
-            np.testing.assert_allclose(part[name], value, rtol=1e-5, atol=1e-6)
+        for run, expected in runs.items():
+            for name, value in expected.items():
+                found = part[f"{run} {name}"]
+                np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
+        assert_same_bits(part["resumed table"], part["trainer table"])

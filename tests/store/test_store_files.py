@@ -59,6 +59,40 @@ def files(directory):
 # ------------------------------------------------------------------ save and load
 
 
+def test_a_tree_in_the_same_file(tmp_path):
+    """Arrays, keys, numbers and text; tables of the store are not saved again."""
+    store, other = new_store(), new_store()
+    steps(store, range(2))
+    devices = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
+    tree = {
+        "table": store["lazy"],
+        "key": jax.random.key(3),
+        "half": jnp.arange(3, dtype=jnp.bfloat16),
+        "there": jax.device_put(np.ones((2, 2)), devices),
+        "numpy": (np.arange(4), np.float32(7), np.zeros((0, 2)), None),
+        "plain": [7, 0.5, True, "w\u00f6rd"],
+    }
+    store.save(tmp_path / "file", tree)
+    empty = jax.tree.map(
+        lambda x: x if isinstance(x, str) else x * 0, tree | {"key": 0}
+    )
+    empty |= {"key": jax.random.key(9), "plain": [0, 0.0, False, ""]}
+    found = other.load(tmp_path / "file", empty)
+    same(other, store)
+    assert found["table"] == store["lazy"] and found["plain"] == tree["plain"]
+    data = jax.random.key_data
+    assert_same_bits(data(found["key"]), data(tree["key"]))
+    for name in "half", "there", "numpy":
+        jax.tree.map(assert_same_bits, found[name], tree[name])
+    assert type(found["numpy"][1]) is np.float32
+    assert found["there"].sharding == devices and not found["half"].committed
+    # A tree that is not asked for, and one that is not there.
+    assert other.load(tmp_path / "file") is None
+    store.save(tmp_path / "file")
+    with pytest.raises(ValueError, match="no leaves"):
+        other.load(tmp_path / "file", {"step": 0})
+
+
 @pytest.mark.slow
 def test_loaded_is_saved_and_goes_on_alike(tmp_path):
     store, path = new_store(), tmp_path / "store"

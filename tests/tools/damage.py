@@ -391,20 +391,20 @@ def _store(folder):
     table = store._tables["t"]
     for ids in ([], [3, 7, 21]):
         store.pull("t", np.array(ids, np.int32))
-        store.save(path)
+        store.save(path, {"w": np.arange(9.0), "step": len(ids)})
         good.append(_files(path))
     kept = np.array(table.weights)
 
     def read(path):
         nonlocal kept
         try:
-            store.load(path)
+            extra = store.load(path, {"w": np.zeros(9), "step": 0})
         except ALLOWED:
             assert np.array_equal(kept, table.weights), "a refused file was loaded"
             raise
         kept = np.array(table.weights)
         assert store.pull_all("t").shape == (V, D)
-        return kept, store.stats()["t"].touched_rows
+        return kept, store.stats()["t"].touched_rows, extra["w"], extra["step"]
 
     return good, read
 

@@ -780,6 +780,10 @@ def change(path, at, size=None):
     [
         "store.save('.')",
         "store.load(3)",
+        "store.save('s', {'f': jnp.sin})",
+        "store.save('s', {'step': 1})\nnew.init('item', (5, 2), tx)\n"
+        "new.load('s', {'epoch': 1})",
+        "store.save('s', {'w': jnp.ones(3)})\nstore.load('s', {'w': jnp.ones(2)})",
         "open('empty', 'w').close()\nstore.load('empty')",
         "store.save('s')\nnew.load('s')",
         "store.save('s')\nnew.init('item', (9, 2), tx)\nnew.load('s')",
