@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
@@ -72,7 +73,7 @@ class TablePlan:
     choice: str
     is_measured: bool = False
     groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
-    wire_dtype: Any = None
+    wire_dtype: DTypeLike | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -272,7 +273,7 @@ def plan(
     loss: Callable[..., Any] | None = None,
     layouts: Mapping[str, str] | None = None,
     stacks: Mapping[str, Sequence[int]] | None = None,
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
 ) -> Plan:
     """Estimates the cost of each layout of each table, and chooses a layout for each.
 

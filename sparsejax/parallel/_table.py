@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
@@ -116,7 +117,7 @@ class ShardedTable(RowTable):
     axis: str | tuple[str, ...]
     layout: Layout
     capacity: int | None = None
-    wire_dtype: Any = None
+    wire_dtype: DTypeLike | None = None
 
     # NumPy and JAX must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
@@ -399,7 +400,7 @@ def shard_rows(
     layout: str | Layout = "mod",
     height: int | None = None,
     capacity: int | None = None,
-    wire_dtype: Any = None,
+    wire_dtype: DTypeLike | None = None,
 ) -> ShardedTable:
     """Shards the rows of a table over the devices along a mesh axis.
 
