@@ -29,7 +29,6 @@ TESTED_ELSEWHERE = {
     "torch.md",
     "tour.md",
     "tutorial.md",
-    "two_towers.md",
 }
 
 
@@ -124,26 +123,6 @@ def test_the_programs_of_the_tutorial_train(tmp_path, monkeypatch, capsys):
     said = f"from {first}, the error of the mean, to {last}."
     assert said in (pages.DOCS / "tutorial.md").read_text()
     assert len(errors) == 5 and float(last) < 0.53  # the noise is 0.4
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("loose_promotion")
-def test_two_towers_beat_popularity(tmp_path, monkeypatch, shared_data):
-    """On the real purchases, written as the file that the page reads."""
-    monkeypatch.chdir(tmp_path)
-    folder = shared_data / "online_retail"
-    lines = np.load(folder / "online_retail.npz")
-    codes = [x.split("\t")[0] for x in (folder / "items.tsv").read_text().splitlines()]
-    columns = {
-        "InvoiceNo": lines["invoice"],
-        "StockCode": np.array(codes)[lines["item"]],
-        "CustomerID": lines["customer"],
-    }
-    text = "\n".join(map(",".join, zip(*(map(str, x) for x in columns.values()))))
-    (tmp_path / "online_retail.csv").write_text(",".join(columns) + "\n" + text)
-    page = pages.DOCS / "howto" / "two_towers.md"
-    pages.run_page(page)  # the page states the recall
-    assert _lines_of_code(page) < 60
 
 
 def _lines_of_code(page):
