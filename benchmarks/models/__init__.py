@@ -15,17 +15,37 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import sparsejax as sj
 
 
-NAMES = ("skip_gram", "factorization", "dlrm", "bags", "knowledge_graph")
+NAMES = (
+    "skip_gram",
+    "factorization",
+    "dlrm",
+    "bags",
+    "knowledge_graph",
+    "two_towers",
+    "sequence",
+    "language",
+    "graph",
+)
 # 12 GiB and more: for a GPU, not timed unless they are named.
 LARGE = ("ten_tables", "ten_tables_sgd")
 
-# Every way of reading rows that the README names for plain JAX.
+
+def _embed(table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Reads rows by a layer of flax that holds the table."""
+    size = dict(num_embeddings=table.shape[0], features=table.shape[1])
+    holds = lambda *_: table
+    return nnx.Embed(**size, embedding_init=holds, rngs=nnx.Rngs(0))(ids)
+
+
+# Every way of reading rows that the README names.
 READS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "index": lambda table, ids: table[ids],
     "take": lambda table, ids: jnp.take(table, ids, axis=0),
     "lookup": sj.lookup,
+    "nnx": _embed,
 }

@@ -40,15 +40,57 @@ def linear(layer: dict[str, np.ndarray]) -> nn.Linear:
     return made
 
 
-def make_step(name: str, params: Any) -> tuple[Callable, Callable]:
+def adam(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """SparseAdam for tables, Adam for all else."""
+    tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
+    rest = [p for p in model.parameters() if all(p is not t for t in tables)]
+    made: list[torch.optim.Optimizer] = []
+    if tables:
+        made.append(torch.optim.SparseAdam(tables, lr=1e-3))
+    if rest:
+        made.append(torch.optim.Adam(rest, lr=1e-3))
+    return made
+
+
+class Rows(nn.Module):
+    """Takes the place of a table: returns rows that are constants, whatever the ids."""
+
+    def __init__(self, table: nn.Module):
+        super().__init__()
+        self.dim, self.is_bag = (
+            table.weight.shape[1],
+            isinstance(table, nn.EmbeddingBag),
+        )
+        self.rows: dict[Any, torch.Tensor] = {}
+
+    def forward(self, ids, **_):
+        shape = (*(ids.shape[:1] if self.is_bag else ids.shape), self.dim)
+        if shape not in self.rows:
+            self.rows[shape] = 0.1 * torch.randn(shape, device=ids.device)
+        return self.rows[shape]
+
+
+def without_tables(model: nn.Module) -> None:
+    """Puts `Rows` in place of each table."""
+    for parent in list(model.modules()):
+        for name, module in list(parent.named_children()):
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                setattr(parent, name, Rows(module))
+
+
+def make_step(name: str, params: Any, has_tables: bool) -> tuple[Callable, Callable]:
     """Returns the step, and what puts a batch where the step reads it.
 
     The step returns the loss, after the device is done.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = importlib.import_module(f"benchmarks.models.{name}_torch")
-    model = module.Model(params).to(device)
-    optimizers = module.optimizers(model)
+    model = module.Model(params)
+    if not has_tables:
+        without_tables(model)
+    model.to(device)
+    has_weights = any(True for _ in model.parameters())
+    optimizers = module.optimizers(model) if has_weights else []
 
     def put(batch):
         whole = lambda x: x.astype(np.int64) if x.dtype == np.int32 else x
@@ -60,7 +102,8 @@ def make_step(name: str, params: Any) -> tuple[Callable, Callable]:
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=True)
         loss = model(batch)
-        loss.backward()
+        if has_weights:
+            loss.backward()
         for optimizer in optimizers:
             optimizer.step()
         synchronize()
