@@ -37,9 +37,9 @@ LARGE = ("ten_tables", "ten_tables_sgd")
 
 def _embed(table: jax.Array, ids: jax.Array) -> jax.Array:
     """Reads rows by a layer of flax that holds the table."""
-    size = dict(num_embeddings=table.shape[0], features=table.shape[1])
-    holds = lambda *_: table
-    return nnx.Embed(**size, embedding_init=holds, rngs=nnx.Rngs(0))(ids)
+    rows, dim = table.shape
+    layer = nnx.Embed(rows, dim, embedding_init=lambda *_: table, rngs=nnx.Rngs(0))
+    return layer(ids)
 
 
 # Every way of reading rows that the README names.
