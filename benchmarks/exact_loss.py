@@ -31,7 +31,7 @@ from examples import word2vec
 
 
 KINDS = ("dense", "exact", "lazy")
-NEGATIVES = 5
+NEGATIVES, WINDOW = 5, 5
 
 
 class Task(NamedTuple):
@@ -66,6 +66,18 @@ def skip_gram_loss(params: Any, ids: Any) -> jax.Array:
     return jnp.mean(jnp.sum(optax.sigmoid_binary_cross_entropy(logits, near), axis=1))
 
 
+def near_pairs(tokens: Any, counts: Any, rng: np.random.Generator) -> np.ndarray:
+    """All pairs of neighbours, shuffled, after frequent words were thinned out."""
+    rarity = 1e-4 * np.sum(counts) / counts
+    kept = tokens[rng.random(tokens.size) < (np.sqrt(rarity) + rarity)[tokens]]
+    reach, pairs = rng.integers(1, WINDOW + 1, kept.size), []  # near words count more
+    for distance in range(1, WINDOW + 1):
+        both = np.stack([kept[:-distance], kept[distance:]], axis=1)
+        pairs.append(both[reach[:-distance] >= distance])
+        pairs.append(both[reach[distance:] >= distance, ::-1])
+    return rng.permutation(np.concatenate(pairs))
+
+
 def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
     """Word vectors; the last tenth of the text is held out."""
     words, counts, ids = word2vec.read_corpus(path, 2)
@@ -74,7 +86,7 @@ def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
     sampler = sj.losses.NegativeSampler.from_counts(counts)
 
     def with_negatives(tokens, count):
-        pairs = word2vec.skip_grams(tokens, counts, rng, 1e-4)
+        pairs = near_pairs(tokens, counts, rng)
         pairs = np.resize(pairs, (count, 2))
         drawn = sampler.sample(jax.random.key(count), (count, NEGATIVES)).ids
         return np.concatenate([pairs, drawn], axis=1)

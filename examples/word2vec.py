@@ -3,8 +3,9 @@
     python examples/word2vec.py --text book.txt.gz --seconds 60
 
 Two tables, of words and of the words near them, learn to tell neighbours in the text
-from random words (Mikolov et al., 2013). A step reads a few thousand rows, and its cost
-does not depend on the size of the tables.
+from random words (Mikolov et al., 2013). The cost of a step does not depend on the size
+of the tables. The text is cut into chunks of 64 words: a row is read once for all pairs
+of its word, and the words of a chunk share their negatives.
 """
 
 import argparse
@@ -31,16 +32,21 @@ try:
 except ImportError:
     tqdm = None
 
-PAIRS, DRAWN, NEGATIVES = 4096, 256, 5  # of a step; shared by all its pairs; of a pair
-WINDOW, TIMED_ROWS = 5, 200_000
+CHUNKS, PLACES, DRAWN = 32, 64, 64  # of a step; words and negatives of a chunk
+WINDOW, NEGATIVES, TIMED_ROWS = 5, 5, 200_000  # a pair counts as if it had NEGATIVES
 
 
-def loss_fn(params, pairs, negatives):
-    words = params["words"][pairs[:, 0]]
-    right = jnp.sum(words * params["contexts"][pairs[:, 1]], axis=1)
-    wrong = jax.nn.softplus(words @ params["contexts"][negatives].T)
-    share = NEGATIVES / negatives.size  # a pair counts as if it had NEGATIVES alone
-    return jnp.sum(jax.nn.softplus(-right)) + share * jnp.sum(wrong)
+def loss_fn(params, chunks, reach, negatives):
+    """The sum of the losses of all pairs of near words, and the number of pairs."""
+    words, contexts = params["words"][chunks], params["contexts"][chunks]
+    places = jnp.arange(chunks.shape[1])
+    far = jnp.abs(places[:, None] - places[None])[None]
+    near = jnp.float32((far > 0) & (far <= reach[:, :, None]))
+    right = jax.nn.softplus(-jnp.einsum("cid,cjd->cij", words, contexts))
+    drawn = params["contexts"][negatives]
+    wrong = jax.nn.softplus(jnp.einsum("cid,cnd->cin", words, drawn))
+    share = NEGATIVES / negatives.shape[1] * jnp.sum(near, axis=2, keepdims=True)
+    return jnp.sum(right * near) + jnp.sum(wrong * share), jnp.sum(near)
 
 
 def read_corpus(path, min_count):
@@ -66,36 +72,35 @@ def read_corpus(path, min_count):
     return list(counts), np.array(list(counts.values())), tokens
 
 
-def skip_grams(tokens, counts, rng, threshold=1e-3):
-    """All pairs of neighbours, shuffled, after frequent words were thinned out."""
+def cut(tokens, counts, rng, threshold=1e-3):
+    """Chunks of a text, shuffled, after frequent words were thinned out."""
     rarity = threshold * np.sum(counts) / counts
     kept = tokens[rng.random(tokens.size) < (np.sqrt(rarity) + rarity)[tokens]]
-    reach, pairs = rng.integers(1, WINDOW + 1, kept.size), []  # near words count more
-    for distance in range(1, WINDOW + 1):
-        both = np.stack([kept[:-distance], kept[distance:]], axis=1)
-        pairs.append(both[reach[:-distance] >= distance])
-        pairs.append(both[reach[distance:] >= distance, ::-1])
-    return rng.permutation(np.concatenate(pairs))
+    kept = np.roll(kept, rng.integers(PLACES))  # other words are apart next time
+    return rng.permutation(np.resize(kept, (-(-kept.size // PLACES), PLACES)))
 
 
 def batches(tokens, counts, rng):
-    """Batches of pairs without end, and the number of words that each stands for."""
+    """Batches of chunks without end, and the number of words that each stands for."""
     for piece in itertools.cycle(np.array_split(tokens, -(-tokens.size // 1_000_000))):
-        pairs = skip_grams(piece, counts, rng)
-        steps = -(-len(pairs) // PAIRS)
-        for batch in np.resize(pairs, (steps, PAIRS, 2)):  # repeats pairs in the last
-            yield jnp.asarray(batch), piece.size / steps
+        chunks = cut(piece, counts, rng)
+        steps = -(-len(chunks) // CHUNKS)
+        for batch in np.resize(chunks, (steps, CHUNKS, PLACES)):  # repeats in the last
+            yield batch, piece.size / steps
 
 
 def train(tokens, counts, dim, seconds, tx, value_and_grad):
     """Trains for some seconds; returns the vectors, the losses, words/s and ms/step."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, pairs, key, sampler):
-        negatives = sampler.sample(key, DRAWN).ids
-        loss, grads = value_and_grad(loss_fn)(params, pairs, negatives)
+    def step(params, opt_state, chunks, key, sampler):
+        keys = jax.random.split(key)
+        reach = jax.random.randint(keys[0], chunks.shape, 1, WINDOW + 1)
+        negatives = sampler.sample(keys[1], (len(chunks), DRAWN)).ids
+        given = params, chunks, reach, negatives
+        (loss, pairs), grads = value_and_grad(loss_fn, has_aux=True)(*given)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss / len(pairs)
+        return optax.apply_updates(params, updates), opt_state, loss / pairs
 
     shape, key = (len(counts), dim), jax.random.key(0)
     words = jax.random.uniform(key, shape, minval=-0.5, maxval=0.5) / dim
@@ -104,9 +109,9 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
     steps = enumerate(batches(tokens, counts, np.random.default_rng(0)))
     bar = tqdm(unit=" steps", leave=False) if tqdm else None
     losses, done, began = [], 0.0, time.perf_counter()
-    for number, (pairs, share) in steps:
-        now = jax.random.fold_in(key, number)
-        params, state, loss = step(params, state, pairs, now, sampler)
+    for number, (chunks, share) in steps:
+        own = jax.random.fold_in(key, number)
+        params, state, loss = step(params, state, chunks, own, sampler)
         done += share
         if number % 10 == 0:  # reading a loss waits for the step
             losses.append(float(loss))

@@ -28,7 +28,7 @@ def topics_text(rng, sentences=3000):
 
 
 def test_words_of_a_topic_become_neighbours(tmp_path, monkeypatch):
-    monkeypatch.setattr(word2vec, "PAIRS", 512)
+    monkeypatch.setattr(word2vec, "CHUNKS", 4)
     path = tmp_path / "text.txt"
     path.write_text(topics_text(np.random.default_rng(0)))
     words, counts, tokens = word2vec.read_corpus(str(path), 5)
@@ -48,37 +48,38 @@ def test_words_of_a_topic_become_neighbours(tmp_path, monkeypatch):
     assert trained["ours"] > 0.9 and trained["dense"] > 0.9, trained
 
 
-def test_gradients_are_those_of_jax_and_sparse():
+def test_the_loss_is_that_of_negative_sampling_and_its_gradient_sparse():
     rng = np.random.default_rng(0)
     params = {
         name: jnp.asarray(rng.normal(size=(2000, 4)), jnp.float32)
         for name in ("words", "contexts")
     }
-    pairs, negatives = jnp.asarray(rng.integers(2000, size=(64, 2))), jnp.arange(32)
-    grads = sj.grad(word2vec.loss_fn)(params, pairs, negatives)
-    assert {k: g.capacity for k, g in grads.items()} == {"words": 64, "contexts": 96}
-    want = jax.grad(word2vec.loss_fn)(params, pairs, negatives)
+    chunks, negatives = rng.integers(2000, size=(3, 9)), rng.integers(2000, size=(3, 7))
+    reach = rng.integers(1, 4, (3, 9))
+    given = chunks, reach, negatives
+    value_and_grad = sj.value_and_grad(word2vec.loss_fn, has_aux=True)
+    (loss, pairs), grads = jax.jit(value_and_grad)(params, *given)
+    assert {k: g.capacity for k, g in grads.items()} == {"words": 27, "contexts": 48}
+    want, _ = jax.jit(jax.grad(word2vec.loss_fn, has_aux=True))(params, *given)
     for name, g in grads.items():
-        np.testing.assert_allclose(g.to_dense(), want[name], rtol=1e-4, atol=1e-5)
-
-
-def test_the_loss_is_that_of_negative_sampling():
-    """With all negatives equally likely it is 2 pairs' logistic losses, one by one."""
-    params = {
-        "words": jnp.array([[1.0], [2.0]]),
-        "contexts": jnp.array([[3.0], [-1.0]]),
-    }
-    loss = word2vec.loss_fn(params, jnp.array([[0, 1], [1, 0]]), jnp.array([1, 1]))
-    minus_log_sigmoid = lambda x: np.log1p(np.exp(-x))
-    right = minus_log_sigmoid(-1.0) + minus_log_sigmoid(6.0)
-    wrong = minus_log_sigmoid(1.0) + minus_log_sigmoid(2.0)
-    np.testing.assert_allclose(loss, right + word2vec.NEGATIVES * wrong, rtol=1e-6)
+        np.testing.assert_allclose(g.to_dense(), want[name], rtol=1e-4, atol=1e-4)
+    words, contexts = (np.asarray(x, np.float64) for x in params.values())
+    losses = []  # of one pair after the other
+    for chunk, reaches, others in zip(*given):
+        for i, word in enumerate(chunk):
+            for j, near in enumerate(chunk):
+                if 0 < abs(i - j) <= reaches[i]:
+                    right = np.log1p(np.exp(-words[word] @ contexts[near]))
+                    wrong = np.log1p(np.exp(contexts[others] @ words[word]))
+                    losses.append(right + word2vec.NEGATIVES * wrong.mean())
+    assert pairs == len(losses)
+    np.testing.assert_allclose(loss, np.sum(losses), rtol=1e-5)
 
 
 @pytest.mark.slow
 def test_main_prints_what_it_promises(tmp_path, capsys, monkeypatch, freed_pages):
     monkeypatch.setattr(word2vec, "TIMED_ROWS", 3000)
-    monkeypatch.setattr(word2vec, "PAIRS", 256)
+    monkeypatch.setattr(word2vec, "CHUNKS", 2)
     path = tmp_path / "text.gz"
     path.write_bytes(gzip.compress((SENTENCE * 60).encode()))
     word2vec.main(["--text", str(path), "--seconds", "0.2", "--dim", "4"])
@@ -91,7 +92,7 @@ def test_main_prints_what_it_promises(tmp_path, capsys, monkeypatch, freed_pages
 
 def test_it_runs_without_tqdm(monkeypatch):
     monkeypatch.setattr(word2vec, "tqdm", None)
-    monkeypatch.setattr(word2vec, "PAIRS", 64)
+    monkeypatch.setattr(word2vec, "CHUNKS", 1)
     tx = sj.optim.lazy(optax.sgd(0.1))
     tokens, counts = np.arange(200) % 20, np.full(20, 10)
     _, losses, _, _ = word2vec.train(tokens, counts, 4, 0, tx, sj.value_and_grad)
@@ -150,37 +151,38 @@ def test_options_out_of_range(option, capsys):
     assert f"argument {option}: invalid" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------ the pairs
+# ------------------------------------------------------------------ the chunks
 
 
-def test_skip_grams_are_neighbours_both_ways(monkeypatch):
-    rng, tokens, counts = np.random.default_rng(0), np.arange(9), np.ones(9)
-    monkeypatch.setattr(word2vec, "WINDOW", 1)
-    pairs = word2vec.skip_grams(tokens, counts, rng, threshold=9.0)
-    expected = {(i, i + 1) for i in range(8)} | {(i + 1, i) for i in range(8)}
-    assert {tuple(p) for p in pairs.tolist()} == expected
-    monkeypatch.setattr(word2vec, "WINDOW", 3)
-    wide = word2vec.skip_grams(tokens, counts, rng, threshold=9.0)
-    assert np.abs(wide[:, 0] - wide[:, 1]).max() == 3
-    assert len(word2vec.skip_grams(tokens[:1], counts, rng, threshold=9.0)) == 0
+def test_chunks_have_all_words_in_order(monkeypatch):
+    monkeypatch.setattr(word2vec, "PLACES", 8)
+    tokens, counts = np.arange(40), np.full(40, 1)
+    chunks = word2vec.cut(tokens, counts, np.random.default_rng(0), threshold=99.0)
+    assert sorted(chunks.ravel().tolist()) == list(range(40))
+    assert set(((chunks[:, 1:] - chunks[:, :-1]) % 40).ravel().tolist()) == {1}
+    again = word2vec.cut(tokens, counts, np.random.default_rng(1), threshold=99.0)
+    assert sorted(map(tuple, again)) != sorted(map(tuple, chunks))  # cut elsewhere
+    short = word2vec.cut(tokens[:5], counts, np.random.default_rng(0), threshold=99.0)
+    assert short.shape == (1, 8) and set(short.ravel().tolist()) == set(range(5))
 
 
 def test_frequent_words_are_thinned_out():
     tokens, counts = np.repeat([0, 1], [100_000, 10]), np.array([100_000, 10])
-    pairs = word2vec.skip_grams(tokens, counts, np.random.default_rng(0))
-    # sqrt(0.001) + 0.001 of the frequent word is kept; a word has 6 pairs on average.
-    assert abs(np.sum(pairs == 0) / (2 * 6 * 0.0326 * 100_000) - 1) < 0.05
-    assert np.sum(pairs[:, 0] == 1) > 40  # of the rare word, all
+    chunks = word2vec.cut(tokens, counts, np.random.default_rng(0))
+    # sqrt(0.001) + 0.001 of the frequent word is kept; of the rare word, all.
+    assert abs(np.sum(chunks == 0) / (0.0326 * 100_000) - 1) < 0.05
+    assert 10 <= np.sum(chunks == 1) <= 20  # the last chunk may repeat some
 
 
-def test_batches_use_every_pair(monkeypatch):
-    monkeypatch.setattr(word2vec, "PAIRS", 8)
-    tokens, counts = np.arange(30), np.ones(30)
+def test_batches_use_every_chunk(monkeypatch):
+    monkeypatch.setattr(word2vec, "CHUNKS", 4)
+    monkeypatch.setattr(word2vec, "PLACES", 8)
+    tokens, counts = np.arange(70), np.ones(70)
+    chunks = word2vec.cut(tokens, counts, np.random.default_rng(0))
+    steps, words, found = -(-len(chunks) // 4), 0.0, []
     rng = np.random.default_rng(0)
-    pairs = word2vec.skip_grams(tokens, counts, np.random.default_rng(0))
-    steps, words, found = -(-len(pairs) // 8), 0.0, []
     for (batch, share), _ in zip(word2vec.batches(tokens, counts, rng), range(steps)):
-        found.append(np.asarray(batch))
+        found.append(batch)
         words += share
-    np.testing.assert_array_equal(np.concatenate(found)[: len(pairs)], pairs)
-    assert words == pytest.approx(30)
+    np.testing.assert_array_equal(np.concatenate(found)[: len(chunks)], chunks)
+    assert words == pytest.approx(70)
