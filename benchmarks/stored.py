@@ -150,7 +150,8 @@ def make_batches(
     rng = np.random.default_rng(seed)
     while True:
         ids = {name: make_ids(size, v, True, rng) for name, v in heights.items()}
-        label = (sum(x.astype(np.int64) for x in ids.values()) % 3 == 0)[:size]
+        total = np.sum([x.astype(np.int64) for x in ids.values()], axis=0)
+        label = total % 3 == 0
         features = rng.standard_normal((size, FEATURES)).astype(np.float32)
         yield {**ids, "features": features, "label": label.astype(np.float32)}
 

@@ -5,7 +5,7 @@
   a mesh, and the rows are sharded over the memory of its hosts.
 - `StoredTable`: a table of a store in a tree of parameters, `store["name"]`. The
   store's `value_and_grad`, `train_step` (a `TrainStep`) and `forward` run functions of
-  such trees on the rows that they read.
+  such trees on the rows that they read. `CachedRows` is the same for a `CachedTable`.
 - `CachedTable`: the hot rows of a table on the device, with their optimizer state;
   a step trains them there.
 - `KeyPolicy`: for a table whose rows belong to keys that come and go.
@@ -18,7 +18,10 @@
 from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats
 from sparsejax.store._changes import Changes as Changes
 from sparsejax.store._keys import KeyPolicy as KeyPolicy
-from sparsejax.store._leaf import StoredTable as StoredTable
+from sparsejax.store._leaf import (
+    CachedRows as CachedRows,
+    StoredTable as StoredTable,
+)
 from sparsejax.store._store import KVStore as KVStore
 from sparsejax.store._table import TableStats as TableStats
 from sparsejax.store._train_step import TrainStep as TrainStep

@@ -17,6 +17,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax.optim._lazy import state_leaves, trees
 from sparsejax.store._in_flight import ReadAhead
+from sparsejax.store._leaf import CachedRows
 from sparsejax.store._staging import Staging
 from sparsejax.store._store import KVStore, table_of
 
@@ -130,6 +131,7 @@ class CachedTable:
     `flush`, and pass `flush` the number: after a restart, `step` returns it.
 
     - `attach`: finds the array in the parameters; makes the optimizer state.
+    - `table`: in place of the array, read by ids; `KVStore.train_step` prepares it.
     - `prepare`: puts the rows of a batch into slots.
     - `prefetch`: batches, whose rows are read while the previous step runs.
     - `flush`, `step`: writes all rows to the store; the number passed to it.
@@ -208,6 +210,7 @@ class CachedTable:
                 _CALL, "padding_id", "an int or None", _arguments.show(padding_id)
             )
         self._table, self._num_slots = table, slots
+        self._stored = store[name]
         self._staging = Staging(f"{_CALL}.prepare", table, slots, padding_id)
         shape = slots, *table.shape[1:]
         self._array: jax.Array | None = jnp.zeros(shape, table.dtype)
@@ -249,6 +252,15 @@ class CachedTable:
                 "and is replaced at each step. Take it from there."
             )
         return self._array
+
+    @property
+    def table(self) -> CachedRows:
+        """The table to put into the parameters, before `attach`.
+
+        In place of `array`: functions of these parameters read it by the ids of the
+        table, and `KVStore.train_step` calls `prepare`.
+        """
+        return CachedRows(self.array, self, self._stored)
 
     def attach(
         self,

@@ -200,6 +200,16 @@ class WorkQueue:
             self._errors.append(error)
 
 
+def call_in_own_thread(work: Callable[[], Any]) -> Any:
+    """Runs `work` in a thread of its own, and returns its result.
+
+    The programs that one thread starts on the CPU run one after the other. A small
+    program would wait for the step that the same thread has started.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(_with_config_of_caller(work)).result()
+
+
 def _with_config_of_caller(work: Callable[[], Any]) -> Callable[[], Any]:
     """`work` under the JAX config of the calling thread, since it is thread-local."""
     x64 = _arguments.x64_enabled()

@@ -1,7 +1,8 @@
 """`store["items"]`: a table of a store in a tree of parameters, and how it is read.
 
 A `StoredTable` is a static node of a tree: it has no leaves, so optax, equinox and
-`jax.jit` pass it on. While a function is traced, a *view* takes its place: the result
+`jax.jit` pass it on. `CachedRows`, the table of a `CachedTable`, is a node whose leaf
+is the array of slots. While a function is traced, a *view* takes its place: the result
 of the primitive `stored_table`, an abstract array of the whole table's shape. Programs
 with a view are never run. They are walked, twice:
 
@@ -9,20 +10,22 @@ with a view are never run. They are walked, twice:
   the rows read are deltas. So an id that depends on a delta depends on rows.
 - To run the step, on the rows that were pulled, `values[i] = table[rows[i]]` with
   ascending `rows`. The view translates each id to its slot i, by binary search, and
-  reads `values`.
+  reads `values`. In a cache, row `rows[i]` is in `values[slots[i]]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing, merge
 from sparsejax.transform.interpreter import RuleContext, Site, register_rule
 from sparsejax.transform.plan import DensifyError
@@ -30,11 +33,42 @@ from sparsejax.transform.rules.bag_sum import bag_sum_rule
 from sparsejax.transform.table import RowReader, TableRef
 
 
+if TYPE_CHECKING:
+    from sparsejax.store._cached import CachedTable
+    from sparsejax.store._store import KVStore
+
 _CALL = "sparsejax.store.StoredTable"
 
 
+class _TreeTable:
+    """A table in a tree of parameters, which is no array."""
+
+    name: str
+
+    # NumPy must leave `array + table` to us instead of looping over objects.
+    __array_ufunc__ = None
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"{_CALL}: table {self.name!r} was used where an array is needed. Its rows "
+            "are in host memory or a file. Call the function that reads it by "
+            "store.value_and_grad(fun), store.forward(fun) or store.train_step(fun, "
+            "tx), and pass the table in its arguments: fun must not close over it. Or "
+            f"read rows yourself with store.pull({self.name!r}, ids)."
+        )
+
+    def __jax_array__(self) -> NoReturn:
+        self.__array__()
+
+    def __getitem__(self, ids: object) -> NoReturn:
+        self.__array__()
+
+    # Without this, Python would iterate by `self[0], self[1], ...`.
+    __iter__ = None
+
+
 @jax.tree_util.register_static
-class StoredTable:
+class StoredTable(_TreeTable):
     """A table of a `KVStore` in a tree of parameters, from `store["name"]`.
 
     It takes the place of the table's array in a dict, a dataclass, or a model of flax
@@ -64,11 +98,11 @@ class StoredTable:
       MXNet, `Parameter` with `stype="row_sparse"`.
     """
 
-    # NumPy must leave `array + table` to us instead of looping over objects.
-    __array_ufunc__ = None
-
-    def __init__(self, store: Any, name: str, shape: tuple[int, ...], dtype: Any):
-        self.store, self.name, self.shape, self.dtype = store, name, shape, dtype
+    def __init__(
+        self, store: KVStore, name: str, shape: tuple[int, ...], dtype: DTypeLike
+    ):
+        self.store, self.name, self.shape = store, name, shape
+        self.dtype = np.dtype(dtype)
 
     @property
     def ndim(self) -> int:
@@ -102,35 +136,89 @@ class StoredTable:
             f"store[{self.name!r}] of the other store into the tree."
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"{_CALL}: table {self.name!r} was used where an array is needed. Its rows "
-            "are in host memory or a file. Call the function that reads it by "
-            "store.value_and_grad(fun), store.forward(fun) or store.train_step(fun, "
-            "tx), and pass the table in its arguments: fun must not close over it. Or "
-            f"read rows yourself with store.pull({self.name!r}, ids)."
-        )
 
-    def __jax_array__(self) -> NoReturn:
-        self.__array__()
+@jax.tree_util.register_pytree_with_keys_class
+class CachedRows(_TreeTable):
+    """The table of a `CachedTable` in a tree of parameters, from `cache.table`.
 
-    def __getitem__(self, ids: Any) -> NoReturn:
-        self.__array__()
+    It takes the place of the table's array, as `StoredTable` does. Its leaf is the
+    array of slots, so `tx.init(params)` makes its optimizer state, and the step trains
+    it on the device. `KVStore.train_step` puts the rows of each batch into slots.
 
-    # Without this, Python would iterate by `self[0], self[1], ...`.
-    __iter__ = None
+    Args:
+      array: `[slots, ...]`; a SelectedRows of that height in a gradient.
+      cache: the cache.
+      stored: the table in the store.
+
+    Example:
+      >>> import optax, sparsejax as sj
+      >>> store = sj.store.KVStore()
+      >>> store.init("items", (1000, 8), optax.sgd(0.1))
+      >>> cache = sj.store.CachedTable(store, "items", slots=4)
+      >>> cache.table.shape, cache.table.array.shape
+      ((1000, 8), (4, 8))
+
+    References:
+      FBGEMM, `EmbeddingLocation.MANAGED_CACHING`.
+    """
+
+    def __init__(self, array: ArrayLike, cache: CachedTable, stored: StoredTable):
+        self.array, self.cache, self.stored = array, cache, stored
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """The child with its key, and the static fields."""
+        key = jax.tree_util.GetAttrKey("array")
+        return ((key, self.array),), (self.cache, self.stored)
+
+    @classmethod
+    def tree_unflatten(
+        cls, static: tuple[CachedTable, StoredTable], children: Sequence[ArrayLike]
+    ) -> CachedRows:
+        """Rebuilds without checks, since JAX may pass any object as the child."""
+        return cls(*children, *static)
+
+    @property
+    def store(self) -> Any:
+        """The store of the table."""
+        return self.stored.store
+
+    @property
+    def name(self) -> str:
+        """The name of the table."""
+        return self.stored.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole table."""
+        return self.stored.shape
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the table."""
+        return self.stored.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the table."""
+        return self.stored.ndim
+
+    def __repr__(self) -> str:
+        return f"CachedRows({self.name!r}, {_arguments.show_spec(_spec(self))})"
 
 
-def _spec(table: StoredTable) -> jax.ShapeDtypeStruct:
+Table = StoredTable | CachedRows
+
+
+def _spec(table: Table) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(table.shape, table.dtype)
 
 
 def is_table(x: Any) -> bool:
-    """Returns True if `x` is a StoredTable."""
-    return isinstance(x, StoredTable)
+    """Returns True if `x` is a table of a store, also one that is cached."""
+    return isinstance(x, _TreeTable)
 
 
-def tables_of(tree: Any) -> list[StoredTable]:
+def tables_of(tree: Any) -> list[Any]:
     """The tables in a tree, in order; a table occurs as often as in the tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_table) if is_table(x)]
 
@@ -175,7 +263,7 @@ stored_table_p = _compat.view_primitive(
 )
 
 
-def view_to_record(call: str, table: StoredTable, number: int) -> jax.Array:
+def view_to_record(call: str, table: Table, number: int) -> jax.Array:
     """A view of a table that records ids, for a walk with this number of the table."""
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
     rows = jnp.zeros((1,), _arguments.index_dtype(table.shape[0]))
@@ -184,22 +272,31 @@ def view_to_record(call: str, table: StoredTable, number: int) -> jax.Array:
 
 
 def view_of_rows(
-    call: str, table: StoredTable, values: jax.Array, rows: jax.Array
+    call: str,
+    table: Table,
+    values: jax.Array,
+    rows: jax.Array,
+    slots: jax.Array | None = None,
 ) -> jax.Array:
-    """A view of a table that reads pulled rows.
+    """A view of a table that reads pulled rows, or the slots of a cache.
 
     Args:
       call: for messages.
       table: the table.
       values: `[C, ...]`.
-      rows: `[C]`, ascending; the height of the table for an empty slot.
+      rows: `[n]`, ascending; the height of the table for an empty slot.
+      slots: `[n]`, the row of `values` that has each of `rows`; None if these are in
+        order.
     """
     static = _Static(call, table.name, table.shape[0], None)
-    return stored_table_p.bind(values, rows, static=static)
+    more = () if slots is None else (slots,)
+    return stored_table_p.bind(values, rows, *more, static=static)
 
 
 @register_rule(stored_table_p, of_arrays=True)
-def _view_rule(ctx: RuleContext, values: Any, rows: Any, *, static: _Static) -> Any:
+def _view_rule(
+    ctx: RuleContext, values: Any, rows: Any, *slots: Any, static: _Static
+) -> Any:
     view = values
     if not isinstance(view, TableRef):
         view = TableRef.of_array(jnp.asarray(values))
@@ -207,7 +304,7 @@ def _view_rule(ctx: RuleContext, values: Any, rows: Any, *, static: _Static) -> 
         return NotImplemented  # a view of a part of the rows
     shape = tuple(ctx.eqn.outvars[0].aval.shape)
     if static.number is None:
-        reader: Any = _RowsReader(static, rows)
+        reader: Any = _RowsReader(static, rows, *slots)
         return dataclasses.replace(view, shape=shape, reader=reader)
     reader = _IdsReader(static)
     return dataclasses.replace(view, index=static.number, shape=shape, reader=reader)
@@ -272,6 +369,7 @@ class _RowsReader(_Reader):
     """Reads `values` at the slots of ids, which are searched in ascending `rows`."""
 
     rows: jax.Array
+    slots: jax.Array | None = None
 
     def read(
         self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
@@ -301,4 +399,6 @@ class _RowsReader(_Reader):
     def _slots(self, ids: jax.Array, ref: TableRef) -> tuple[jax.Array, jax.Array]:
         """The slot of each id, C for an id without one; and which ids have one."""
         slots, stored = merge.find_slots(self.rows, ids, self.static.height)
+        if self.slots is not None:
+            slots = self.slots[slots]
         return jnp.where(stored, slots, np.int32(ref.array.shape[0])), stored

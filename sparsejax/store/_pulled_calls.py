@@ -23,7 +23,7 @@ from jax.core import Tracer
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.store._leaf import (
-    StoredTable,
+    CachedRows,
     is_table,
     put_tables,
     tables_of,
@@ -41,8 +41,8 @@ from sparsejax.transform.trace import makes_views
 
 del rules  # imported for the rules that it registers
 
-# The rows of a step by the name of their table.
-Rows = Mapping[str, SelectedRows]
+# The rows of a step by the name of their table. Of a cache: rows, and their slots.
+Rows = Mapping[str, Any]
 
 
 # ------------------------------------------------------------------ arguments
@@ -121,7 +121,18 @@ def _unhashable(leaves: Sequence[Any]) -> str:
     return "a tree with such a node"
 
 
-def check_tables(call: str, store: Any, tables: Sequence[StoredTable]) -> None:
+def check_no_cache(call: str, tree: Any) -> None:
+    """Raises if a table of a CachedTable is in a tree."""
+    for table in tables_of(tree):
+        if isinstance(table, CachedRows):
+            raise TypeError(
+                f"{call}: table {table.name!r} is of a CachedTable, whose rows move "
+                "with their optimizer state. Train it by store.train_step(fun, tx). To "
+                f"evaluate, call its flush, and use store[{table.name!r}] in its place."
+            )
+
+
+def check_tables(call: str, store: Any, tables: Sequence[Any]) -> None:
     """Raises unless there are tables, and all are of the store."""
     for table in tables:
         if table.store is not store:
@@ -192,7 +203,7 @@ class RowIds:
         call = self._call
         # Without their shardings: the program runs on the host.
         arrays = [spec_of(x) for part in parts for x in part.arrays]
-        tables: dict[str, StoredTable] = {}
+        tables: dict[str, Any] = {}
 
         def flat(*arrays):
             rest = iter(arrays)
@@ -332,23 +343,43 @@ def with_views(call: str, tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any
       rows: the rows that were pulled; a table that is not read has none.
       but: the names of tables that stay as they are.
     """
-
-    def view(table):
-        if table.name in but:
-            return table
-        found = rows_of(table, rows)
-        return view_of_rows(call, table, found.values, found.rows)
-
-    return put_tables(tree, [view(table) for table in tables_of(tree)])
+    found = tables_of(tree)
+    values = [
+        t if t.name in but else view(call, t, values_of(t, rows), rows) for t in found
+    ]
+    return put_tables(tree, values)
 
 
-def rows_of(table: StoredTable, rows: Rows) -> SelectedRows:
+def view(call: str, table: Any, values: jax.Array, rows: Rows) -> jax.Array:
+    """A view of the rows of a table, whose values are given."""
+    if isinstance(table, CachedRows):
+        found = rows.get(table.name)
+        ids, slots = _no_row(table) if found is None else found
+        return view_of_rows(call, table, values, ids, slots)
+    return view_of_rows(call, table, values, rows_of(table, rows).rows)
+
+
+def values_of(table: Any, rows: Rows) -> Any:
+    """The array from which the rows of a table are read."""
+    if isinstance(table, CachedRows):
+        return table.array
+    return rows_of(table, rows).values
+
+
+def rows_of(table: Any, rows: Rows) -> SelectedRows:
     """The rows of a table; one empty slot if it is not read."""
     if table.name in rows:
         return rows[table.name]
+    slot, _ = _no_row(table)
+    zeros = jnp.zeros((1, *table.shape[1:]), table.dtype)
+    return SelectedRows(slot, zeros, table.shape[0])
+
+
+def _no_row(table: Any) -> tuple[jax.Array, jax.Array]:
+    """The rows, and the slots, of a table that is not read."""
     height = table.shape[0]
     slot = jnp.full((1,), height, _arguments.index_dtype(height))
-    return SelectedRows(slot, jnp.zeros((1, *table.shape[1:]), table.dtype), height)
+    return slot, slot
 
 
 def forward(call: str, fun: Callable[..., Any], rows: Rows, args: Any, kw: Any) -> Any:
@@ -371,7 +402,7 @@ def gradient(
     args: Sequence[Any],
     kw: Mapping[str, Any],
     frozen: Sequence[str] = (),
-) -> tuple[Any, Any, list[tuple[str, SelectedRows]]]:
+) -> tuple[Any, Any, list[tuple[str, Any]]]:
     """`value_and_grad` of `fun` on pulled rows.
 
     Args:
@@ -387,24 +418,28 @@ def gradient(
     """
     several = isinstance(argnums, tuple)
     numbers = [n % len(args) for n in (argnums if several else (argnums,))]
+    args, kw = list(args), dict(kw)
     chosen = [tables_of(args[n]) for n in numbers]
     places = [t for found in chosen for t in found if t.name not in frozen]
     # One array for each place of a table in the arguments, since each has its gradient.
-    values = [rows_of(table, rows).values for table in places]
+    values = [values_of(table, rows) for table in places]
     names = [table.name for table in places]
+    for n, here in zip(numbers, chosen):
+        # Without the array of a cache, which is among the values.
+        args[n] = put_tables(args[n], [getattr(t, "stored", t) for t in here])
 
     @functools.wraps(fun)
     def on_rows(*args_and_values, **kw):
         *args, values = args_and_values
         rest = iter(values)
 
-        def view(table):
-            found = rows_of(table, rows)
-            own = found.values if table.name in frozen else next(rest)
-            return view_of_rows(call, table, own, found.rows)
+        def view_of(table):
+            is_frozen = table.name in frozen
+            own = values_of(table, rows) if is_frozen else next(rest)
+            return view(call, table, own, rows)
 
         for n, here in zip(numbers, chosen):
-            args[n] = put_tables(args[n], [view(table) for table in here])
+            args[n] = put_tables(args[n], [view_of(table) for table in here])
         # A table that is differentiated stays as it is in the other arguments, where a
         # read of it would have no gradient.
         args, kw = with_views(call, (args, kw), rows, but=names)
@@ -417,24 +452,21 @@ def gradient(
         tables=_with_values(tables, several, len(numbers)),
     )
     value, (*grads, of_values) = run(*args, values, **kw)
-    found = [
-        (table.name, _of_slots(grad, rows_of(table, rows)))
-        for grad, table in zip(of_values, places)
-    ]
+    found = []
+    for grad, table in zip(of_values, places):
+        if isinstance(table, CachedRows):
+            grad = CachedRows(grad, table.cache, table.stored)
+        else:
+            grad = _of_slots(grad, rows_of(table, rows))
+        found.append((table.name, grad))
     return value, tuple(grads) if several else grads[0], found
 
 
 def _with_values(tables: Any, several: bool, count: int) -> Any:
     """`tables=` for the arguments of the user and the values of pulled rows."""
     if not callable(tables):
-        return (
-            (*tables, True)
-            if several and tables is not False
-            else (
-                *(tables,) * count,
-                True,
-            )
-        )
+        is_tuple = several and isinstance(tables, tuple)
+        return (*(tables if is_tuple else (tables,) * count), True)
 
     def predicate(path, leaf):
         if path[0].idx == count:
@@ -452,7 +484,7 @@ def _of_slots(grad: SelectedRows, rows: SelectedRows) -> SelectedRows:
     return SelectedRows(rows.rows, sums.astype(grad.dtype), rows.height)
 
 
-def put_gradients(tree: Any, found: Sequence[SelectedRows]) -> Any:
+def put_gradients(tree: Any, found: Sequence[Any]) -> Any:
     """A gradient with these in place of its tables, in order."""
     is_leaf = lambda x: is_table(x) or is_selected_rows(x)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)

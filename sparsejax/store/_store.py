@@ -812,6 +812,7 @@ class KVStore:
         @functools.wraps(fun)
         def on_pulled_rows(*args, **kwargs):
             self._check_open(call)
+            _pulled_calls.check_no_cache(call, (args, kwargs))
             part = _pulled_calls.split(call, (args, kwargs))
             counts = row_ids.program(part).counts
             slots = lambda name, count, height: capacities.choose(

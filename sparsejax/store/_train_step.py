@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import numpy as np
 import optax
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
-from sparsejax.store._leaf import tables_of
+from sparsejax.store._in_flight import call_in_own_thread
+from sparsejax.store._leaf import CachedRows, tables_of
 from sparsejax.store._pulled_calls import (
     Capacities,
     Part,
@@ -19,9 +22,11 @@ from sparsejax.store._pulled_calls import (
     Rows,
     gradient,
     jitted,
+    put_gradients,
     spec_of,
     split,
 )
+from sparsejax.store._requested_rows import distinct_rows
 from sparsejax.transform.trace import check_fun
 
 
@@ -54,6 +59,9 @@ class TrainStep:
 
     With `prefetch`, the store reads the rows of the next batch while this one runs. The
     results have the same bits.
+
+    The tables of a `CachedTable` are trained on the device by `tx`, which must be
+    `lazy`. Before the program runs, their rows are put into slots.
 
     - `step(params, opt_state, batch)`: one step.
     - `prefetch(params, batches)`: batches with their rows.
@@ -149,14 +157,19 @@ class TrainStep:
         """
         first, rest = split(_CALL, params), split(_CALL, batch)
         if rows is None:
-            slots = self._slots(first, rest)
-            rows = self._access.pull(_CALL, self._ids.of(first, rest), slots)
+            rows = self._rows(params, first, rest)
         else:
             self._check_rows(first, rest, rows)
+        found: dict[str, Any] = dict(rows)
+        for table in _caches(params):
+            if table.name in found:
+                ids = found[table.name]
+                params, opt_state, slots = table.cache.prepare(ids, params, opt_state)
+                found[table.name] = ids, slots
         first = split(_CALL, (params, opt_state))
-        params, opt_state, value, grads = self._run(rows, first, rest)
-        for name, found in grads.items():
-            self._access.store.push(name, found)
+        params, opt_state, value, grads = self._run(found, first, rest)
+        for name, grad in grads.items():
+            self._access.store.push(name, grad)
         return params, opt_state, value
 
     def prefetch(
@@ -187,24 +200,53 @@ class TrainStep:
             if _arguments.is_array(x)
         ]
         first = Part([spec_of(x) for x in part.arrays], part.static)
+        caches = {table.name: table.cache for table in _caches(params)}
         del part, params  # the step donates them
 
-        def ids_of(batch):
-            rest = split(_CALL, batch)
-            program = self._ids.program(first, rest)
-            for k in program.needed:
-                if k < len(first.arrays):
-                    raise ValueError(
-                        f"{_CALL}.prefetch: ids depend on params{paths[k]}, which the "
-                        "running step changes. Call step(params, opt_state, batch) "
-                        "without prefetch, or pass that array in the batch."
-                    )
-            return self._ids.of(first, rest)
+        def with_ids(batches):
+            for batch in batches:
+                rest = split(_CALL, batch)
+                program = self._ids.program(first, rest)
+                for k in program.needed:
+                    if k < len(first.arrays):
+                        raise ValueError(
+                            f"{_CALL}.prefetch: ids depend on params{paths[k]}, which "
+                            "the running step changes. Call step(params, opt_state, "
+                            "batch) without prefetch, or pass that array in the batch."
+                        )
+                find = functools.partial(self._split_ids, caches, first, rest)
+                yield _Ahead(batch, *call_in_own_thread(find))
 
-        slots = lambda batch: self._slots(first, split(_CALL, batch))
-        return self._access.prefetch(_CALL, batches, ids_of, depth, slots)
+        found = with_ids(batches)
+        for name, cache in caches.items():
+            of_cache = lambda ahead, name=name: ahead.cached.get(name, _NO_ROWS)
+            found = cache.prefetch(found, of_cache, depth=depth)
+        pulled = self._access.prefetch(
+            _CALL, found, lambda ahead: ahead.ids, depth, lambda ahead: ahead.slots
+        )
+        return _with_cached(pulled)
 
     # -- private ----------------------------------------------------------------------
+
+    def _rows(self, params: Any, first: Part, rest: Part) -> dict[str, Any]:
+        """The rows of a batch: pulled, or of a cache their ids."""
+        caches = {table.name: table.cache for table in _caches(params)}
+        ids, cached, slots = self._split_ids(caches, first, rest)
+        return {**self._access.pull(_CALL, ids, slots), **cached}
+
+    def _split_ids(
+        self, caches: Mapping[str, Any], first: Part, rest: Part
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray], Callable[..., int]]:
+        """The ids of a batch to be pulled, the rows for caches, and the capacities."""
+        ids, slots = self._ids.of(first, rest), self._slots(first, rest)
+        cached = {}
+        for name in caches.keys() & ids.keys():
+            height = self._access.store.spec(name).shape[0]
+            rows = distinct_rows(_CALL, name, ids.pop(name), height, "drop")
+            padded = np.full(slots(name, rows.size, height), height, rows.dtype)
+            padded[: rows.size] = rows
+            cached[name] = padded
+        return ids, cached, slots
 
     def _slots(self, first: Part, rest: Part) -> Callable[..., int]:
         """`f(name, count, height) -> capacity` for a batch."""
@@ -231,12 +273,52 @@ class TrainStep:
         store = self._access.store
         names = {table.name for table in tables_of(params)}
         frozen = [name for name in names if not store.is_trainable(name)]
+        for table in _caches(params):
+            if table.name in frozen:
+                raise ValueError(
+                    f"{_CALL}: table {table.name!r} of a CachedTable was made with "
+                    "tx=None, so it has no optimizer. Make it with the one that tx "
+                    f"applies to it, or put store[{table.name!r}] into params."
+                )
         arguments = rows, (params, batch), {}, frozen
         value, grads, found = gradient(
             _CALL, self._fun, 0, self._has_aux, self._tables, *arguments
         )
+        # For `tx`, the tables of the store have no gradient, those of a cache have one.
+        of_tx, by_table = iter(found), {}
+        places = []
+        for table in tables_of(params):
+            if table.name in frozen:
+                places.append(table)
+                continue
+            name, grad = next(of_tx)
+            is_cached = isinstance(table, CachedRows)
+            places.append(grad if is_cached else table)
+            if not is_cached:
+                by_table.setdefault(name, []).append(grad)
+        grads = put_gradients(grads, places)
         updates, opt_state = self._tx.update(grads, opt_state, params)
-        by_table: dict[str, list[SelectedRows]] = {}
-        for name, grad in found:
-            by_table.setdefault(name, []).append(grad)
         return optax.apply_updates(params, updates), opt_state, value, by_table
+
+
+class _Ahead(NamedTuple):
+    """A batch ahead: its ids to pull, its rows for caches, and its capacities."""
+
+    batch: Any
+    ids: dict[str, Any]
+    cached: dict[str, np.ndarray]
+    slots: Callable[..., int]
+
+
+_NO_ROWS = np.zeros((0,), np.int32)
+
+
+def _with_cached(pulled: Generator[Any]) -> Generator[tuple[Any, dict[str, Any]]]:
+    """The batches with all their rows."""
+    for ahead, rows in pulled:
+        yield ahead.batch, {**rows, **ahead.cached}
+
+
+def _caches(params: Any) -> list[CachedRows]:
+    """The tables of caches among the parameters."""
+    return [table for table in tables_of(params) if isinstance(table, CachedRows)]

@@ -405,6 +405,71 @@ def test_overflow_changes_nothing():
         next(step.prefetch(params, [make_batch()]))
 
 
+# ------------------------------------------------------------------ a cache
+
+
+def cached_transformation():
+    """For the table and all other parameters, so that the cache finds its state."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.05))
+
+
+@pytest.mark.parametrize("slots, early", [(V, False), (20, True), (20, False)])
+def test_cached_tables_are_trained_as_in_memory(slots, early):
+    """By ids, with one table in a cache and one that is pulled."""
+    tx = sj.optim.lazy(cached_transformation())
+    store = sj.store.KVStore()
+    store.init("items", weights(0), cached_transformation())
+    store.init("users", weights(1), optax.sgd(0.1))
+    cache = sj.store.CachedTable(store, "items", slots=slots)
+    params = {**with_tables(store, arrays()), "items": cache.table}
+    assert params["items"].shape == (V, D) and params["items"].dtype == np.float32
+    state = cache.attach(tx, params)
+    step = store.train_step(simple, tx)
+    batches = [make_batch(seed) for seed in range(4)]
+    found = []
+    with_rows = (
+        step.prefetch(params, batches) if early else ((b, None) for b in batches)
+    )
+    for batch, rows in with_rows:
+        params, state, loss = step(params, state, batch, rows)
+        found.append(loss)
+    assert step.compilations == 1 and cache.stats().hits > 0
+    cache.flush(params, state)
+
+    memory, users = arrays(), sj.optim.lazy(optax.sgd(0.1))
+    mine: Any = {"items": memory["items"], "w": memory["w"]}
+    theirs: Any = memory["users"]
+    state, other = tx.init(mine), users.init(theirs)
+    tables = ({"items": True, "w": False}, True)
+    for batch, loss in zip(batches, found):
+        run = lambda m, t, b: simple({**m, "users": t}, b)
+        want, grads = sj.value_and_grad(run, (0, 1), tables=tables)(mine, theirs, batch)
+        assert_trees_close(loss, want, rtol=1e-5)
+        updates, state = tx.update(grads[0], state, mine)
+        mine = optax.apply_updates(mine, updates)
+        updates, other = users.update(grads[1], other, theirs)
+        theirs = optax.apply_updates(theirs, updates)
+    assert_trees_close(store.pull_all("items"), mine["items"], rtol=1e-4, atol=1e-6)
+    assert_trees_close(store.pull_all("users"), theirs, rtol=1e-4, atol=1e-6)
+    assert_trees_close(params["w"], mine["w"], rtol=1e-4)
+
+
+def test_cached_tables_are_refused_where_rows_cannot_move():
+    store = make_store()
+    cache = sj.store.CachedTable(store, "items", slots=5)
+    params = {**with_tables(store, arrays()), "items": cache.table}
+    with pytest.raises(TypeError, match="Train it by store.train_step"):
+        store.value_and_grad(simple)(params, make_batch())
+    with pytest.raises(TypeError, match="used where an array is needed"):
+        np.asarray(params["items"])
+    tx = sj.optim.lazy(optax.sgd(0.1))
+    state = cache.attach(tx, params)
+    before = store.pull_all("users")
+    with pytest.raises(ValueError, match="5"):  # more rows than slots
+        store.train_step(simple, tx)(params, state, make_batch())
+    assert_same_bits(store.pull_all("users"), before)
+
+
 # ------------------------------------------------------------------ refusals
 
 

@@ -569,6 +569,14 @@ state = tx.init(params)
         "store.value_and_grad(loss, capacity=1)(params, ids)",
         "store.value_and_grad(hop)(params | {'next': store['next']}, ids)",
         "store.forward(lambda p: jnp.mean(p['item']))(params)",
+        "cache = sj.store.CachedTable(store, 'item', 2)\n"
+        "store.value_and_grad(loss)(params | {'item': cache.table}, ids)",
+        "cache = sj.store.CachedTable(store, 'item', 2)\ncache.table[ids]",
+        "new.init('item', (5, 2), None)\n"
+        "cache = sj.store.CachedTable(new, 'item', 2)\n"
+        "params['item'] = cache.table\n"
+        "cache.attach(None, params)\n"
+        "new.train_step(loss, tx)(params, None, ids)",
         "step = store.train_step(lambda p: loss(p, ids), 'adam')",
         "step(params, state, ids, {'user': rows})",
         "step(params, state, ids, 3)",
