@@ -112,16 +112,17 @@ class Optimizer(keras.optimizers.Optimizer):
         tx = tx if source is None else _from_keras(source, variables)
         params = _by_path(variables, [v.value for v in variables])
         leaves, shape = jax.tree_util.tree_flatten_with_path(tx.init(params))
+        order = _order([path for path, _ in leaves], _paths(variables))
         taken = {id(x) for x in params.values()}
         state = []
-        for path, leaf in leaves:
+        for path, leaf in (leaves[k] for k in order):
             value = jnp.asarray(leaf)
             if not jnp.issubdtype(value.dtype, jnp.number) and value.dtype != bool:
                 raise ValueError(
-                    f"{_CALL}.Optimizer: the optimizer state has a leaf of type "
-                    f"{value.dtype} at {jax.tree_util.keystr(path)}, which a Keras "
-                    "variable cannot hold. Train with sparsejax.value_and_grad in a "
-                    "loop of your own."
+                    f"{_CALL}.Optimizer: a Keras variable cannot hold the leaf "
+                    f"{jax.tree_util.keystr(path)} of the optimizer state, which is "
+                    "not an array of numbers (a key, or row ids). Train with "
+                    "sparsejax.value_and_grad in a loop of your own."
                 )
             if id(value) in taken:  # each array is donated once
                 value = jnp.array(value, copy=True)
@@ -134,6 +135,7 @@ class Optimizer(keras.optimizers.Optimizer):
                     name="state" + "".join(map(_key, path)),
                 )
             )
+        state = [v for _, v in sorted(zip(order, state), key=lambda x: x[0])]
         plain = shape.unflatten([v.value for v in state])
         rates = optax.tree_utils.tree_get_all_with_path(plain, "learning_rate")
         has_rate = len(rates) == 1
@@ -175,8 +177,8 @@ class Optimizer(keras.optimizers.Optimizer):
             state = optax.tree_utils.tree_set(state, learning_rate=rate)
         updates, state = run.tx.update(_by_path(variables, grads), state, params)
         params: Any = optax.apply_updates(params, updates)
-        for v, x in zip(variables, params.values()):
-            v.assign(x)
+        for v, path in zip(variables, _paths(variables)):
+            v.assign(params[path])
             if v.constraint is not None:
                 v.assign(v.constraint(v))
         for v, x in zip(run.state, jax.tree.leaves(state)):
@@ -254,10 +256,11 @@ def _given(call: str, optimizer: Any) -> _Given:
     if isinstance(optimizer, Optimizer):
         return optimizer._given
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        kind = type(optimizer)
+        kind = optimizer if callable(optimizer) else type(optimizer)
         raise TypeError(
             f"{call}: optimizer must be an optax transformation, or an optimizer of "
-            f"Keras 3 or its name, got {kind.__module__}.{kind.__qualname__}. Write "
+            f"Keras 3 or its name, got {kind.__module__}.{kind.__qualname__}"
+            f"{', which must be called' if callable(optimizer) else ''}. Write "
             "Optimizer(optax.adam(1e-3)) or Optimizer('adam')."
         )
     _check_keras(call, optimizer)
@@ -312,14 +315,38 @@ def _learning_rate(optimizer: Any) -> Any:
     return float(rate.value) if isinstance(rate, keras.Variable) else rate
 
 
-def _by_path(variables: Sequence[Any], values: Sequence[Any]) -> Any:
-    """Values in the order of the variables, with their paths as keys."""
+def _paths(variables: Sequence[Any]) -> list[str]:
+    """A name for each variable: its path, with a number if it is not unique."""
     count = collections.Counter(v.path for v in variables)
-    keys = [
+    return [
         v.path if count[v.path] == 1 else f"{v.path}:{k}"
         for k, v in enumerate(variables)
     ]
-    return collections.OrderedDict(zip(keys, values))
+
+
+def _by_path(variables: Sequence[Any], values: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(_paths(variables), values))
+
+
+def _order(leaves: Sequence[Any], paths: Sequence[str]) -> list[int]:
+    """The leaves of a state in the order in which they are saved.
+
+    JAX sorts the keys of a dict. Keras may give the layers of a loaded model other
+    names, so leaves that follow variables are in the order of the variables.
+    """
+    index = {path: k for k, path in enumerate(paths)}
+    first: dict[Any, int] = {}
+
+    def rank(k):
+        for i, entry in enumerate(leaves[k]):
+            variable = index.get(getattr(entry, "key", ""))
+            if variable is not None:
+                return first.setdefault(leaves[k][:i], k), variable, k
+        return k, 0, k
+
+    return sorted(
+        range(len(leaves)), key=[rank(k) for k in range(len(leaves))].__getitem__
+    )
 
 
 def _key(entry: Any) -> str:
@@ -513,6 +540,13 @@ class SparseModel(keras.Model):
         return super().__new__(cls)
 
     def __init__(self, *args: Any, **kwargs: Any):
+        if len(args) == 1 and isinstance(args[0], keras.Model):
+            raise TypeError(
+                f"{_CALL}.SparseModel: got one argument, a {type(args[0]).__name__}. "
+                "Write SparseModel(model.inputs, model.outputs), which shares the "
+                "layers and the weights of the model. For a subclass of keras.Model, "
+                "subclass SparseModel in place of it."
+            )
         if _is_functional(args, kwargs):
             _make_functional(type(self))
             _Functional.__init__(self, *args, **kwargs)
@@ -564,20 +598,28 @@ class SparseModel(keras.Model):
         trainable, others, optimizer_variables, metrics = state
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
 
+        paths = _paths(self.trainable_variables)
+
         def loss_fn(params):
             loss, (unscaled, y_pred, new_others, new_metrics) = self._loss(
-                params, others, metrics, x, y, sample_weight, optimizer_variables
+                [params[path] for path in paths],
+                others,
+                metrics,
+                x,
+                y,
+                sample_weight,
+                optimizer_variables,
             )
             # What did not change stays out of the outputs of the program.
             changed = [None if a is b else a for a, b in zip(new_others, others)]
             return loss, (unscaled, y_pred, changed, new_metrics)
 
-        params = _by_path(self.trainable_variables, trainable)
+        params = dict(zip(paths, trainable))
         (_, aux), grads = value_and_grad(loss_fn, has_aux=True)(params)
         unscaled, y_pred, changed, metrics = aux
         others = [b if a is None else a for a, b in zip(changed, others)]
         trainable, optimizer_variables = self.optimizer.stateless_apply(
-            optimizer_variables, list(grads.values()), trainable
+            optimizer_variables, [grads[path] for path in paths], trainable
         )
         logs, metrics = self._update_metrics_variables(
             metrics, unscaled, x, y, y_pred, sample_weight
@@ -599,9 +641,12 @@ class SparseModel(keras.Model):
         values = lambda variables: [v.value for v in variables]
         x, y, sample_weight = jax.tree.map(jnp.asarray, (x, y, sample_weight))
 
+        trainable = self.trainable_variables
+        paths = _paths(trainable)
+
         def params_loss(params):
             return self._loss(
-                params,
+                [params[path] for path in paths],
                 values(self.non_trainable_variables),
                 values(self.metrics_variables),
                 x,
@@ -610,12 +655,11 @@ class SparseModel(keras.Model):
                 values(self.optimizer.variables),
             )[0]
 
-        trainable = self.trainable_variables
         return explain(params_loss)(_by_path(trainable, values(trainable)))
 
     def _loss(
         self,
-        params: Any,
+        trainable: Any,
         others: Any,
         metrics: Any,
         x: Any,
@@ -624,7 +668,7 @@ class SparseModel(keras.Model):
         optimizer_variables: Any,
     ) -> Any:
         return self.compute_loss_and_updates(
-            list(params.values()),
+            trainable,
             others,
             metrics,
             x,

@@ -114,6 +114,7 @@ def test_wrong_optimizers():
     bad: Any = 3
     for wrong, error, said in (
         (lambda: call(bad), TypeError, "got builtins.int"),
+        (lambda: call(optax.adam), TypeError, "adam, which must be called"),
         (lambda: call(O.Nadam()), ValueError, r"Nadam has no equal.*optax\.nadam"),
         (lambda: call("ftrl"), ValueError, r"Ftrl .*sparsejax\.optim\.ftrl"),
         (lambda: call(O.Adam(use_ema=True)), ValueError, "use_ema=True averages"),
@@ -125,7 +126,7 @@ def test_wrong_optimizers():
             "fit cannot do",
         ),
         (lambda: call(optax.lamb(0.1)).build([one]), ValueError, "cannot be lifted"),
-        (lambda: call(noise).build([one]), ValueError, "cannot be lifted|of type"),
+        (lambda: call(noise).build([one]), ValueError, "cannot be lifted|cannot hold"),
         (lambda: call("sgd").apply([one.value]), ValueError, "has no variables yet"),
         (lambda: built.apply([one.value], [one, one]), ValueError, "the 1 for which"),
         (
@@ -297,6 +298,35 @@ def test_learning_rates_of_callbacks():
     _assert_same(weights[0], weights[2])
     with pytest.raises(ValueError, match="cannot be set"):
         model.fit(x, y, verbose=0, callbacks=[schedule])
+
+
+def test_an_optimizer_for_each_table():
+    """Labels are keyed by the paths of the variables."""
+    x, y = _data()
+    model = _functional(sj.nn.keras.SparseModel)
+    labels = lambda p: {k: "frozen" if "items" in k else "dense" for k in p}
+    parts: Any = {"frozen": optax.set_to_zero(), "dense": optax.adam(0.1)}
+    model.compile(optax.partition(parts, labels), "mse")
+    before = model.get_layer("items").embeddings.numpy().copy()
+    dense = model.layers[-1].kernel.numpy().copy()
+    model.fit(x, y, verbose=0)
+    assert _moved(model, before) == []
+    assert (model.layers[-1].kernel.numpy() != dense).any()
+    with pytest.raises(TypeError, match=r"Write SparseModel\(model\.inputs"):
+        sj.nn.keras.SparseModel(model)
+
+
+def test_the_state_is_in_the_order_of_the_variables():
+    """Not of their names, which a loaded model may have others of."""
+    saved = []
+    for names in (("b", "a"), ("a", "b")):
+        variables = [
+            keras.Variable(np.full(2, k + 1.0), name=n) for k, n in enumerate(names)
+        ]
+        optimizer = sj.nn.keras.Optimizer(O.Adam(0.1))
+        optimizer.apply([np.full(2, 1.0), np.full(2, 2.0)], variables)
+        saved.append([v.numpy() for v in optimizer.variables])
+    _assert_same(*saved, rtol=0, atol=0)
 
 
 # ------------------------------------------------------------------ files
