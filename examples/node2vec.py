@@ -124,9 +124,8 @@ def main(argv=None):
         nodes, contexts = params["nodes"][pairs], params["contexts"][pairs]
         return jnp.sum(nodes * contexts[:, ::-1], axis=(1, 2))
 
-    shape = len(names), args.dim
-    nodes = jax.random.uniform(key, shape, minval=-0.5, maxval=0.5) / args.dim
-    params = {"nodes": nodes, "contexts": jnp.zeros(shape)}
+    nodes = (rng.random((len(names), args.dim), np.float32) - 0.5) / args.dim
+    params = {"nodes": jnp.asarray(nodes), "contexts": jnp.zeros(nodes.shape)}
     opt_state = tx.init(params)
     sampler = sj.losses.NegativeSampler.from_counts(graph.degrees)
     for epoch in range(1, args.epochs + 1):
