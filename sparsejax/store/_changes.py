@@ -206,6 +206,7 @@ def apply(
         table.check_not_cached(_APPLY)
     with open(as_path(_APPLY, path), "rb") as file:
         header = _format.read_header(_APPLY, path, file, MAGIC, _HEADER)
+        _history.check_versions(_APPLY, path, header)
         _check_tables(path, header, tables)
         is_old, replaces = _check_version(path, header, tables, history)
         _check_size(path, file, header, tables)

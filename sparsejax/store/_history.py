@@ -24,6 +24,7 @@ import numpy as np
 BRANCHES = [{"name": str, "start": int}]
 SAVED = {"version": int, "known_since": int, "branches": BRANCHES}
 
+_MOST = 1 << 62  # versions
 _MOST_BRANCHES = 64  # followers that are older than so many restarts are refused
 _BLOCK = 1 << 20  # rows at a time, when all versions are read
 
@@ -108,6 +109,17 @@ def _is_same(
         for branches in (ours, theirs)
     ]
     return names[0] is not None and names[0] == names[1]
+
+
+def check_versions(call: str, path: Any, found: dict[str, Any]) -> None:
+    """Raises a ValueError unless the versions in a file may be versions of a store."""
+    version, starts = found["version"], [x["start"] for x in found["branches"]]
+    is_ordered = starts == sorted(starts) and all(x < version for x in starts)
+    if version >= _MOST or not is_ordered or bool(starts) != bool(version):
+        raise ValueError(
+            f"{call}: {path} is damaged: version {version} cannot be one of its "
+            "branches. Use another copy."
+        )
 
 
 def rows_since(changed_at: np.ndarray, version: int) -> np.ndarray:

@@ -145,6 +145,8 @@ def check(
         table.check_not_cached(_LOAD)
     with open(as_path(_LOAD, path), "rb") as file:
         header = _format.read_header(_LOAD, path, file, MAGIC, _HEADER)
+        if "history" in header:
+            _history.check_versions(_LOAD, path, header["history"])
         found = _checked_descriptions(path, file, header, tables)
         total = 2 * sum(_steps(description) for description in found.values())
         done = 0

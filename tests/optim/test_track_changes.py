@@ -19,7 +19,11 @@ V, D = 50, 3
 ADAM = optax.adam(0.1)
 
 
-def model(seed=0):
+def tracked(tx, **options) -> Any:
+    return sj.optim.track_changes(tx, **options)
+
+
+def model(seed=0) -> Any:
     table = np.random.default_rng(seed).normal(size=(V, D)).astype(np.float32)
     return {"items": jnp.asarray(table), "bias": jnp.ones(D), "w": jnp.ones((D, 2))}
 
@@ -57,7 +61,7 @@ def batches(count, seed=0):
 )
 def test_ids_are_the_rows_that_differ(inner):
     """Jitted and eager, with duplicates, over several calls of take_changes."""
-    tx = sj.optim.track_changes(sj.optim.lazy(inner))
+    tx = tracked(sj.optim.lazy(inner))
     params = model()
     state = tx.init(params)
     plain_tx = sj.optim.lazy(inner)
@@ -82,7 +86,7 @@ def test_ids_are_the_rows_that_differ(inner):
 
 
 def test_in_a_scan_in_place():
-    tx = sj.optim.track_changes(sj.optim.lazy(ADAM))
+    tx = tracked(sj.optim.lazy(ADAM))
     table = jnp.ones((1_000_000, 2))
 
     def run(table, state, ids):
@@ -108,7 +112,7 @@ def test_in_a_scan_in_place():
 
 def test_rows_that_accumulate_are_marked_when_they_are_applied():
     tx = sj.optim.accumulate(sj.optim.lazy(optax.sgd(0.1)), 2, capacity=20)
-    tx = sj.optim.track_changes(tx)
+    tx = tracked(tx)
     params = model()["items"]
     state = tx.init(params)
     seen = []
@@ -122,7 +126,7 @@ def test_rows_that_accumulate_are_marked_when_they_are_applied():
 
 
 def test_rows_of_rank_one_and_quantized_tables():
-    tx = sj.optim.track_changes(sj.optim.lazy(optax.sgd(0.1)), tables=True)
+    tx = tracked(sj.optim.lazy(optax.sgd(0.1)), tables=True)
     weights = jnp.zeros(V)
     grads = sj.SelectedRows(jnp.array([4, V, 2]), jnp.ones(3), V)
     updates, state = tx.update(grads, tx.init(weights), weights)
@@ -131,7 +135,7 @@ def test_rows_of_rank_one_and_quantized_tables():
 
     table = sj.quantize(model()["items"])
     tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), key=0)
-    tx = sj.optim.track_changes(tx)
+    tx = tracked(tx)
     grads = sj.SelectedRows(jnp.array([4, 2]), jnp.ones((2, D)), V)
     updates, state = tx.update(grads, tx.init(table), table)
     table = jax.jit(optax.apply_updates)(table, updates)
@@ -139,7 +143,7 @@ def test_rows_of_rank_one_and_quantized_tables():
 
 
 def test_rows_that_are_reset_have_changed():
-    tx = sj.optim.track_changes(sj.optim.lazy(ADAM))
+    tx = tracked(sj.optim.lazy(ADAM))
     params = model()
     state = tx.init(params)
     params, state = sj.optim.reset_rows(tx, state, params, {"items": jnp.array([3, V])})
@@ -148,7 +152,7 @@ def test_rows_that_are_reset_have_changed():
 
 
 def test_a_state_inside_of_another(tmp_path):
-    tx = optax.chain(sj.optim.track_changes(sj.optim.lazy(optax.sgd(0.1))))
+    tx: Any = optax.chain(tracked(sj.optim.lazy(optax.sgd(0.1))))
     params = model()["items"]
     grads = sj.SelectedRows(jnp.array([4]), jnp.ones((1, D)), V)
     _, state = tx.update(grads, tx.init(params), params)
@@ -167,7 +171,7 @@ def test_sharded_tables_give_the_same_ids(layout):
     kind = AxisType.Auto if layout == "mod" else AxisType.Explicit
     devices = jax.devices()[:8]
     mesh = jax.make_mesh((4, 2), ("x", "y"), devices=devices, axis_types=(kind,) * 2)
-    tx = sj.optim.track_changes(sj.optim.lazy(ADAM))
+    tx = tracked(sj.optim.lazy(ADAM))
     plain = model()
     sharded = plain | {
         "items": sj.parallel.shard_rows(plain["items"], mesh, "x", layout=layout)
@@ -175,7 +179,7 @@ def test_sharded_tables_give_the_same_ids(layout):
     found = []
     for params in (plain, sharded):
         state = tx.init(params)
-        run = jax.jit(step_of(tx), donate_argnums=0)
+        run: Any = jax.jit(step_of(tx), donate_argnums=0)
         params = jax.tree.map(jnp.copy, params)
         carry = params, state
         ids = np.random.default_rng(1).integers(0, V, (3, 8), np.int32)
@@ -202,13 +206,13 @@ def test_sharded_tables_give_the_same_ids(layout):
 
 
 def test_it_goes_around_lazy():
-    tx = sj.optim.track_changes(optax.sgd(0.1))
+    tx = tracked(optax.sgd(0.1))
     with pytest.raises(ValueError, match="it goes around lazy, not inside"):
         sj.optim.lazy(tx).init(model())
 
 
 def test_a_stack_of_tables_is_refused():
-    tx = sj.optim.track_changes(sj.optim.lazy(optax.sgd(0.1)))
+    tx = tracked(sj.optim.lazy(optax.sgd(0.1)))
     stack = jnp.ones((3, 4, 2))
     at = jnp.array([1, 2])
     grads = sj.grad(lambda t: jnp.sum(t[at, at] ** 2), tables=True)(stack)

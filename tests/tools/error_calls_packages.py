@@ -767,6 +767,9 @@ def rows_are(array, count):
         "rows_are([3, 1], 2)\n"
         "new.init('item', (5, 2), tx)\n"
         "new.apply_changes('c')",
+        "exported(store, change=lambda header: header.update(version=2**62))\n"
+        "new.init('item', (5, 2), tx)\n"
+        "new.apply_changes('c')",
         "cache = sj.store.CachedTable(store, 'item', 2)\n"
         "exported(store)\n"
         "store.apply_changes('c')",
