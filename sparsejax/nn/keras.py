@@ -511,9 +511,10 @@ class SparseModel(keras.Model):
     `SparseModel(model.inputs, model.outputs)`, with the same weights.
 
     Args:
-      *args, **kwargs: the arguments of `keras.Model`.
+      *args: the arguments of `keras.Model`, by position or by name.
 
     Raises:
+      TypeError: the only argument is a model, not its inputs and outputs.
       ValueError: at `compile`, `Optimizer` refuses the optimizer, or the policy is
         mixed_float16 without a loss scale; at `fit`, a table has a constraint.
 
