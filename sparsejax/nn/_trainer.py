@@ -3,7 +3,7 @@
 One step, for a block with tables T in the store and dense parameters p:
 
     ids        = block.row_ids(inputs)                       on the host
-    rows       = store.pull(name, ids[name])                 for each table
+    rows       = store.pull(ids)                             of all tables
     loss, g, h = value_and_grad(loss)(rows, p)               compiled; g, h of rows, p
     p          = p + tx.update(h)                            in the same program
     store.push(name, g[name])                                for each table
@@ -336,15 +336,8 @@ class Trainer:
         return tree.unflatten(leaves)
 
     def _pull(self, batch: Any) -> dict[str, SelectedRows]:
-        ids, capacity = self.row_ids(batch), self._capacity
-        if not isinstance(capacity, Mapping):
-            capacity = dict.fromkeys(ids, capacity)
-        return {
-            name: self.store.pull(
-                name, ids[name], capacity=capacity.get(name), mode="drop"
-            )
-            for name in ids
-        }
+        ids = self.row_ids(batch)
+        return self.store.pull(ids, capacity=self._capacity, mode="drop")
 
     def _padded(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
         """Pads pulled rows to the largest number of slots so far, by table."""

@@ -5,11 +5,12 @@ from the store once and copied from the host to one device; then the devices all
 the rows.
 
 With P processes (hosts), each row of a table and its optimizer state belong to one of
-them, by a hash of the id. A pull takes two collectives of JAX and one local read:
+them, by a hash of the id. A pull of any number of tables takes these steps:
 
+    sizes   how many ids each process has, of each table          process_allgather
     ids     each process gets the ids of all processes            process_allgather
     rows    each process reads its own rows, once each            Table
-    values  to one device of the host, then to all devices        all_gather
+    values  to one device of the host, then to all devices        all_gather, by table
 
 After a step the gradient is on every device, so a push sends nothing: each process
 selects its own rows. All processes must make the same calls in the same order, as with
@@ -19,7 +20,7 @@ any collective, so collectives run on the calling thread, never in the store's q
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -116,27 +117,35 @@ class Devices:
         """The arrays `x` of all processes, `[P, ...]`. A collective."""
         return np.asarray(multihost_utils.process_allgather(x))
 
-    def merge_ids(self, call: str, name: str, ids: Any, height: int) -> np.ndarray:
+    def merge_ids(
+        self, call: str, ids: Mapping[str, Any], heights: Mapping[str, int]
+    ) -> dict[str, np.ndarray]:
         """The ids of all devices of all processes, on the host. A collective.
 
         Args:
-          call, name: for messages, the latter of the table.
-          ids: integers of any shape, the ids of the devices of this process: an array,
-            a global array that is sharded over the mesh, or a list of arrays.
-          height: rows of the whole table.
+          call: for messages.
+          ids: by table integers of any shape, the ids of the devices of this process:
+            an array, a global array that is sharded over the mesh, or a list of arrays.
+          heights: by table the rows of the whole table.
         """
-        ids = _own_ids(call, name, ids)
-        if self.count == 1:
-            return ids
-        kind = np.dtype(_arguments.index_dtype(height))
-        limits = np.iinfo(kind)  # an id that is cut to them stays out of range
-        ids = np.unique(np.clip(ids.astype(np.int64), limits.min, limits.max))
-        ids = ids.astype(kind)
-        sizes = multihost_utils.process_allgather(np.array(ids.size))
-        padded = np.zeros(bucket(int(np.max(sizes))), kind)
-        padded[: ids.size] = ids
-        found = np.asarray(multihost_utils.process_allgather(padded))
-        return np.concatenate([x[:n] for x, n in zip(found, sizes)])
+        own = {name: _own_ids(call, name, some) for name, some in ids.items()}
+        if self.count == 1 or not own:
+            return own
+        kinds = [np.dtype(_arguments.index_dtype(heights[name])) for name in own]
+        parts = []
+        for some, kind in zip(own.values(), kinds):
+            limits = np.iinfo(kind)  # an id that is cut to them stays out of range
+            some = np.clip(some.astype(np.int64), limits.min, limits.max)
+            parts.append(np.unique(some).astype(kind))
+        sizes = self.gather(np.array([part.size for part in parts], np.int32))
+        padded = np.zeros(bucket(int(sizes.sum(axis=1).max())), np.result_type(*kinds))
+        padded[: sum(part.size for part in parts)] = np.concatenate(parts)
+        found, stops = self.gather(padded), np.cumsum(sizes, axis=1)
+        cut = [np.split(x, ends) for x, ends in zip(found, stops)]
+        return {
+            name: np.concatenate([x[k] for x in cut]).astype(kind)
+            for k, (name, kind) in enumerate(zip(own, kinds))
+        }
 
     def replicate(
         self, owners: Owners, rows: np.ndarray, own: np.ndarray, capacity: int

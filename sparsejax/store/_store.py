@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar
+from typing import Any, NamedTuple, NoReturn, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -425,6 +425,7 @@ class KVStore:
 
     # -- pull and push ----------------------------------------------------------------
 
+    @overload
     def pull(
         self,
         name: str,
@@ -432,30 +433,60 @@ class KVStore:
         *,
         capacity: int | None = None,
         mode: str = "error",
-    ) -> SelectedRows:
+    ) -> SelectedRows: ...
+    @overload
+    def pull(
+        self,
+        name: Mapping[str, ArrayLike],
+        ids: None = None,
+        *,
+        capacity: int | Mapping[str, int] | None = None,
+        mode: str = "error",
+    ) -> dict[str, SelectedRows]: ...
+    def pull(
+        self,
+        name: str | Mapping[str, ArrayLike],
+        ids: ArrayLike | None = None,
+        *,
+        capacity: int | Mapping[str, int] | None = None,
+        mode: str = "error",
+    ) -> SelectedRows | dict[str, SelectedRows]:
         """The rows of `ids`, on the device, or on all devices of the mesh.
 
+        With several processes, the ids of several tables take the same two collectives
+        as the ids of one.
+
         Args:
-          name: of the table.
+          name: of the table; or `{name: ids}` for several tables.
           ids: integers of any dtype and shape. With a mesh, the ids of the devices of
             this process: an array, sharded or not, or a list of arrays.
           capacity: slots of the result; by default the next power of two (at most V),
             so that a jitted step is compiled only a few times. With the same capacity
-            for all batches, the step is compiled once.
+            for all batches, the step is compiled once. For several tables also a dict.
           mode: for ids out of range: "raise" or "error", or "drop" to ignore them, for
             example a padding id of -1.
 
         Returns:
           SelectedRows of height V: each row once, ids ascending, followed by empty
-          slots with `rows == V` and zeros.
+          slots with `rows == V` and zeros. For several tables, a dict of them.
 
         Raises:
           KeyError: there is no such table.
-          TypeError: `ids` are not integers.
+          TypeError: `ids` are not integers, or are missing.
           ValueError: ids are out of range, or there are more rows than `capacity` (the
             message has the number). With several processes, all of them raise it.
         """
-        return self._pull(f"{_CALL}.pull", name, ids, capacity, mode)
+        call = f"{_CALL}.pull"
+        if not isinstance(name, Mapping):
+            return self._pull(call, name, ids, capacity, mode)
+        if ids is not None:
+            raise _arguments.wrong_type(
+                call, "ids", "left out for a dict of ids", _arguments.kind_of(ids)
+            )
+        if isinstance(capacity, Mapping):
+            for each in capacity:
+                self._table(call, each)  # an unknown name would have no effect
+        return self._pull_tables(call, name, _slots_given(call, capacity), mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
@@ -584,9 +615,7 @@ class KVStore:
                 )
             if is_alone:
                 ids = {self.names()[0]: ids}
-            ids = {name: self._merged(call, name, some) for name, some in ids.items()}
-
-            slots = slots_of(batch)
+            ids, slots = self._merged(call, ids), slots_of(batch)
 
             def work():
                 found: list[_Pulled] = []
@@ -1197,8 +1226,9 @@ class KVStore:
     # -- private ----------------------------------------------------------------------
 
     def _pull(
-        self, call: str, name: str, ids: Any, capacity: int | None, mode: str
+        self, call: str, name: Any, ids: Any, capacity: Any, mode: str
     ) -> SelectedRows:
+        self._table(call, name)
         slots = _slots_given(call, capacity)
         return self._pull_tables(call, {name: ids}, slots, mode)[name]
 
@@ -1206,7 +1236,7 @@ class KVStore:
         self, call: str, ids: Mapping[str, Any], slots: Slots, mode: str = "drop"
     ) -> dict[str, SelectedRows]:
         """The rows of the ids of several tables, in one turn of the queue."""
-        ids = {name: self._merged(call, name, some) for name, some in ids.items()}
+        ids = self._merged(call, ids)
 
         def work():
             found = []
@@ -1238,12 +1268,12 @@ class KVStore:
         table.pull_seconds += time.perf_counter() - began
         return _Pulled(table, rows, capacity, early)
 
-    def _merged(self, call: str, name: str, ids: Any) -> Any:
-        """The ids of all devices of the mesh. A collective of the processes."""
-        table = self._table(call, name)
+    def _merged(self, call: str, ids: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The ids of all devices of the mesh, by table. A collective."""
+        heights = {name: self._table(call, name).owners.height for name in ids}
         if self._devices is None:
             return ids
-        return self._devices.merge_ids(call, name, ids, table.owners.height)
+        return self._devices.merge_ids(call, ids, heights)
 
     def _on_device(self, pulled: Sequence[_Pulled]) -> dict[str, SelectedRows]:
         """Pulled rows as arrays; nothing writes to their buffers any more."""

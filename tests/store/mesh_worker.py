@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
@@ -153,6 +154,28 @@ def resume_trainer(make_store, share, path):
     return {"loss": np.array(losses), "w": w, "table": again.store.pull_all("item")}
 
 
+def pull_of_two_tables(mesh, process):
+    """Checks that it takes as many collectives as a pull of one."""
+    store = init_normal(sj.store.KVStore(mesh))
+    store.init("t", initial(), None)
+    ids = {"n": np.arange(process, 90, 3), "t": np.array([process, 7, HEIGHT - 1])}
+    expected = {name: store.pull(name, some) for name, some in ids.items()}
+    gather, counts = multihost_utils.process_allgather, []
+
+    def counted(x, **options):
+        counts.append(np.size(x))
+        return gather(x, **options)
+
+    multihost_utils.process_allgather = counted
+    found = store.pull(ids)
+    multihost_utils.process_allgather = gather
+    assert counts == [2, 64], counts  # sizes; 30 and 3 ids, in a power of two
+    for name, rows in expected.items():
+        np.testing.assert_array_equal(local(found[name].rows), local(rows.rows))
+        np.testing.assert_array_equal(local(found[name].values), local(rows.values))
+    assert local(found["t"].rows)[:4].tolist() == [0, 1, 7, HEIGHT - 1]
+
+
 def errors_are_everywhere(store):
     """A bad id of one process is an error in both, which go on."""
     ids = [HEIGHT] if jax.process_index() == 1 else [0]
@@ -245,6 +268,7 @@ def main(port, process, directory, work):
         share = lambda batch: global_batch(mesh, process, batch)
         make_store = lambda: sj.store.KVStore(mesh)
         path = pathlib.Path(directory) / "saved"
+        pull_of_two_tables(mesh, process)
         runs = {
             "trainer": train_with_trainer(make_store(), share),
             "resumed": resume_trainer(make_store, share, path),

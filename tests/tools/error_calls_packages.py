@@ -791,6 +791,10 @@ def change(path, at, size=None):
     [
         "store.save('.')",
         "store.load(3)",
+        "store.pull({'item': [1]}, [1])",
+        "store.pull({'item': [1], 'user': [1]})",
+        "store.pull({'item': [1]}, capacity={'user': 1})",
+        "store.pull('item')",
         "store.save('s', {'f': jnp.sin})",
         "store.save('s', {'step': 1})\nnew.init('item', (5, 2), tx)\n"
         "new.load('s', {'epoch': 1})",
