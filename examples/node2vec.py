@@ -109,12 +109,11 @@ def main(argv=None):
     wrong = np.stack([right[:, 0], rng.permutation(right[:, 1])], axis=1)
     wrong = wrong[~whole.has(*wrong.T) & (wrong[:, 0] != wrong[:, 1])]
     print(f"{len(names):,} nodes, {len(kept):,} edges, {len(right):,} held out")
-
     tx = sj.optim.lazy(sj.optim.adagrad(0.1))
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, walks, sampler, key):
-        negatives = sampler.sample(key, 256).ids
+    def step(params, opt_state, walks, sampler, number):
+        negatives = sampler.sample(jax.random.fold_in(key, number), 256).ids
         loss, grads = sj.value_and_grad(loss_fn)(params, walks, negatives)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
@@ -133,8 +132,7 @@ def main(argv=None):
         nodes = rng.permutation(np.flatnonzero(graph.degrees))
         walks = graph.walks(nodes, args.length, args.p, args.q, rng)
         for batch in sj.data.DataLoader(walks, 64, drop_remainder=True):
-            own = jax.random.fold_in(key, number)
-            params, opt_state, loss = step(params, opt_state, batch, sampler, own)
+            params, opt_state, loss = step(params, opt_state, batch, sampler, number)
             losses, number = [*losses, loss], number + 1
         loss = np.mean(losses)  # waits for the steps
         speed = walks.size / (time.perf_counter() - began)

@@ -72,7 +72,6 @@ def main(argv=None):
     parser.add_argument("--basket", nargs=1, default=[], help="column of the basket")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")
-    parser.add_argument("--batch", type=int, default=1024, help="pairs in a step")
     args = parser.parse_args(argv)
     sj.cpu.keep_freed_pages()
     user, item = args.user.split(","), args.item.split(",")
@@ -84,6 +83,7 @@ def main(argv=None):
     of_user, of_item = [*user, "history"], [*item, *args.text]
     user_tower = partial(tower, names=of_user, dense="user tower")
     item_tower = partial(tower, names=of_item, dense="item tower")
+    tx = sj.optim.lazy(optax.adam(3e-3))
     print(f"{sizes[user[0]]:,} users, {sizes[item[0]]:,} items, {len(lines):,} lines")
 
     def loss_fn(params, batch, popularity):
@@ -95,8 +95,6 @@ def main(argv=None):
             log_q=popularity.log_prob(ids),  # a frequent item is a negative too often
         )
         return jnp.mean(losses)
-
-    tx = sj.optim.lazy(optax.adam(3e-3))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch, popularity):
@@ -137,7 +135,7 @@ def main(argv=None):
     opt_state = tx.init(params)
     popularity = sj.losses.NegativeSampler.from_counts(counts, power=1.0)
     dataset = sj.data.ArrayDataset({name: data[name][past] for name in tables})
-    loader = sj.data.DataLoader(dataset, args.batch, shuffle=True, drop_remainder=True)
+    loader = sj.data.DataLoader(dataset, 512, shuffle=True, drop_remainder=True)
     for epoch in range(1, args.epochs + 1):
         began, losses = time.perf_counter(), []
         for batch in loader:

@@ -93,8 +93,8 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
     """Trains for some seconds; returns the vectors, the losses, words/s and ms/step."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, opt_state, chunks, key, sampler):
-        keys = jax.random.split(key)
+    def step(params, opt_state, chunks, number, sampler):
+        keys = jax.random.split(jax.random.fold_in(key, number))
         reach = jax.random.randint(keys[0], chunks.shape, 1, WINDOW + 1)
         negatives = sampler.sample(keys[1], (len(chunks), DRAWN)).ids
         given = params, chunks, reach, negatives
@@ -110,8 +110,7 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
     bar = tqdm(unit=" steps", leave=False) if tqdm else None
     losses, done, began = [], 0.0, time.perf_counter()
     for number, (chunks, share) in steps:
-        own = jax.random.fold_in(key, number)
-        params, state, loss = step(params, state, chunks, own, sampler)
+        params, state, loss = step(params, state, chunks, number, sampler)
         done += share
         if number % 10 == 0:  # reading a loss waits for the step
             losses.append(float(loss))

@@ -23,7 +23,7 @@ def test_purchases_are_retrieved(tmp_path, shared_data, capsys):
             code, text = items[item]
             file.write(f'{invoice},{customer},{country},{code},"{text}"\n')
     options = "--user customer,country --item item --text text --basket invoice"
-    options += " --dim 32 --batch 512 --epochs 4"
+    options += " --dim 32 --epochs 4"
     two_towers.main([str(path), *options.split()])
     found = capsys.readouterr().out.splitlines()
     assert re.match(r"1,5\d\d users, 2,7\d\d items, 60,000 lines", found[0])
