@@ -52,7 +52,8 @@ class Trainer:
     Args:
       block: a `SparseBlock`, or an object with its two methods.
       store: a `sparsejax.store.KVStore`, with or without a mesh, or an object with its
-        methods `init`, `names`, `spec`, `is_trainable`, `pull`, `push` and `stats`.
+        methods `init`, `names`, `spec`, `is_trainable`, `pull` (of a dict of ids),
+        `push` and `stats`.
       loss: `(outputs, batch) -> scalar`; `outputs` are the outputs of the block.
       tx: optax transformation for the dense parameters, and for tables created here
         unless `table_tx` is given.
