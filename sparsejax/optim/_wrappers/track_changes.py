@@ -62,7 +62,8 @@ def track_changes(
     the booleans of the rows that it owns.
 
     Args:
-      tx: any transformation; `lazy(...)` for tables.
+      tx: any transformation; `lazy(...)` for tables. (`exact(...)` cannot be tracked:
+        `exact_value_and_grad` takes only `exact` itself.)
       tables: a tree of bools, or a bool, that is a prefix of the parameters: True for
         the leaves to track. By default the tables are the arrays of floats of rank 2 or
         more, the sharded tables and the quantized ones. A boolean for each row is kept.
