@@ -98,7 +98,7 @@ def main(argv=None):
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--negatives", type=int, default=512, help="of a step")
-    parser.add_argument("--lr", type=float, default=1e-3, help="of Adam")
+    parser.add_argument("--lr", type=float, default=4e-3, help="of Adam")
     args = parser.parse_args(argv)
     sj.cpu.keep_freed_pages()
     sequences, num_items = read_sequences(args.file, args.columns.split(","))
