@@ -175,7 +175,8 @@ class CachedRows(_TreeTable):
         cls, static: tuple[CachedTable, StoredTable], children: Sequence[ArrayLike]
     ) -> CachedRows:
         """Rebuilds without checks, since JAX may pass any object as the child."""
-        return cls(*children, *static)
+        (array,) = children
+        return cls(array, *static)
 
     @property
     def store(self) -> Any:

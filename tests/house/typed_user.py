@@ -153,7 +153,7 @@ def mistakes(params: Params, batch: Batch) -> None:
     sj.SelectedRows([0], [1.0], 3).dense()  # pyright: ignore
     sj.SegmentTensor.from_lists([[1]], size=3)  # pyright: ignore[reportCallIssue]
     sj.nn.Embedding(3, 4, "sum")  # pyright: ignore[reportCallIssue]
-    sj.store.KVStore().pull("items")  # pyright: ignore[reportCallIssue]
+    sj.store.KVStore().pull("items")  # pyright: ignore
 
 
 # ------------------------------------------------------------------ SelectedRows
