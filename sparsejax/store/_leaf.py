@@ -98,6 +98,11 @@ class StoredTable(_TreeTable):
       MXNet, `Parameter` with `stype="row_sparse"`.
     """
 
+    store: KVStore
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
     def __init__(
         self, store: KVStore, name: str, shape: tuple[int, ...], dtype: DTypeLike
     ):
@@ -161,6 +166,10 @@ class CachedRows(_TreeTable):
     References:
       FBGEMM, `EmbeddingLocation.MANAGED_CACHING`.
     """
+
+    array: ArrayLike
+    cache: CachedTable
+    stored: StoredTable
 
     def __init__(self, array: ArrayLike, cache: CachedTable, stored: StoredTable):
         self.array, self.cache, self.stored = array, cache, stored
