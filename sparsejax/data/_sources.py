@@ -11,6 +11,7 @@ import csv
 import io
 import itertools
 import os
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -215,17 +216,36 @@ class _WholeLineEnds(io.RawIOBase):
 
     pyarrow takes a "\n" at the start of a block for the rest of a line end, and drops
     it, also inside quotes. So a text that has "\r\n" there would become another word.
+
+    pyarrow reads ahead in a thread of its own. `stop` ends the stream early: a thread
+    that still reads when Python exits would abort the process.
     """
 
     def __init__(self, stream: Any):
         super().__init__()
         self._stream = stream
         self._held = b""
+        self._reading = threading.Lock()
+        self._ended = threading.Event()
+        self._is_stopped = False
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1, /) -> bytes:
+        with self._reading:
+            found = b"" if self._is_stopped else self._next(size)
+            if not found:
+                self._ended.set()
+            return found
+
+    def stop(self) -> None:
+        """Ends the stream, and waits until the thread has seen its end."""
+        with self._reading:
+            self._is_stopped = True
+        self._ended.wait(0.1)  # a thread whose queue is full reads no more
+
+    def _next(self, size: int) -> bytes:
         found = self._held + self._stream.read(max(size - len(self._held), 1))
         is_cut = len(found) > 1 and found.endswith(b"\r")
         self._held = found[-1:] if is_cut else b""
@@ -248,12 +268,15 @@ def _csv_table(call: str, path: str, text: Text, report: Report) -> Table:
         import pyarrow.csv as arrow_csv
 
         kinds = dict.fromkeys(words, pa.binary()) | dict.fromkeys(numbers, pa.float64())
-        with _opened(path) as (raw, stream):
+        with _opened(path) as (raw, stream), contextlib.ExitStack() as stack:
+            if text.quotes:
+                stream = _WholeLineEnds(stream)
+                stack.callback(stream.stop)
             batches = _guarded(
                 call,
                 path,
                 lambda: arrow_csv.open_csv(
-                    _WholeLineEnds(stream) if text.quotes else stream,
+                    stream,
                     arrow_csv.ReadOptions(
                         use_threads=False,  # else errors lack the row number
                         block_size=BLOCK,

@@ -18,10 +18,11 @@ from optax import contrib
 
 import optax_table
 from optimizers import REFUSED, SEPARABLE
-from sparsejax.optim import accumulate, exact
+from sparsejax.optim import accumulate, exact, lazy, track_changes
 from sparsejax.optim._exact.exact import ExactState
 from sparsejax.optim._lazy import callables, checks, judge, parts
 from sparsejax.optim._wrappers.accumulate import AccumulateState
+from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
 
 FILES = "sparsejax/optim/_lazy/judge.py and parts.py"
@@ -109,6 +110,7 @@ NOT_LIFTED = {
     contrib.DoWGState: contrib.dowg,
     ExactState: lambda: exact(SGD),
     AccumulateState: lambda: accumulate(SGD, 2, 9),
+    TrackChangesState: lambda: track_changes(lazy(SGD)),
 }
 
 
