@@ -93,10 +93,7 @@ def changed_since(
             "file, or loaded from a file without versions. export_changes(since=0) "
             "writes all rows."
         )
-    return {
-        name: _history.rows_since(table.changed_at, since)
-        for name, table in tables.items()
-    }
+    return {name: table.changed_at.since(since) for name, table in tables.items()}
 
 
 def export(
@@ -144,7 +141,7 @@ def _all_rows(table: Table) -> np.ndarray:
     if table.given:
         return np.arange(table.height)
     is_known = table.touched != 0
-    is_known[_history.rows_since(table.changed_at, 0)] = True
+    is_known[table.changed_at.since(0)] = True
     return np.flatnonzero(is_known)
 
 
@@ -235,7 +232,7 @@ def apply(
         for name, part in parts.items():
             if replaces:
                 tables[name].forget_changes()
-            tables[name].changed_at[part.rows] = history.version
+            tables[name].changed_at.mark(part.rows, history.version)
         if replaces:
             history.known_since = history.version
     return found

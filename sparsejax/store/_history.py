@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax.store import _memory
+
 
 # The schema of `History.description`, for `check_json`.
 BRANCHES = [{"name": str, "start": int}]
@@ -26,7 +28,7 @@ SAVED = {"version": int, "known_since": int, "branches": BRANCHES}
 
 _MOST = 1 << 62  # versions
 _MOST_BRANCHES = 64  # followers that are older than so many restarts are refused
-_BLOCK = 1 << 20  # rows at a time, when all versions are read
+_BLOCK, _MOST_BLOCKS = 1 << 12, 1 << 8  # rows of a block, blocks read at once
 
 
 class History:
@@ -122,10 +124,38 @@ def check_versions(call: str, path: Any, found: dict[str, Any]) -> None:
         )
 
 
-def rows_since(changed_at: np.ndarray, version: int) -> np.ndarray:
-    """The rows that changed after a version, int64, ascending."""
-    found = [
-        start + np.flatnonzero(changed_at[start : start + _BLOCK] > version)
-        for start in range(0, changed_at.size, _BLOCK)
-    ]
-    return np.concatenate([np.zeros((0,), np.int64), *found])
+class RowVersions:
+    """The version at which each row of a table last changed; 0 for never.
+
+    The largest version of each block of rows is kept, too. So a table of a billion rows
+    is not read to find a thousand that changed, and takes memory only for their blocks.
+
+    Args:
+      height: the number of rows.
+    """
+
+    def __init__(self, height: int):
+        self._rows = _memory.zeros((height,), np.int64)
+        self._blocks = np.zeros((-(-height // _BLOCK),), np.int64)
+
+    def mark(self, rows: np.ndarray, versions: Any) -> None:
+        """Sets the versions of distinct rows, one for each or one for all."""
+        self._rows[rows] = versions
+        np.maximum.at(self._blocks, rows // _BLOCK, versions)
+
+    def at(self, rows: np.ndarray) -> np.ndarray:
+        """The versions of rows."""
+        return np.take(self._rows, rows, mode="clip")
+
+    def since(self, version: int) -> np.ndarray:
+        """The rows that changed after a version, int64, ascending."""
+        blocks = np.flatnonzero(self._blocks > version)
+        # Runs of neighbours, not too long, are read at once.
+        is_first = (np.diff(blocks, prepend=-2) != 1) | (blocks % _MOST_BLOCKS == 0)
+        found = [np.zeros((0,), np.int64)]
+        for run in np.split(blocks, np.flatnonzero(is_first)[1:]):
+            if run.size:
+                start, stop = run[0] * _BLOCK, (run[-1] + 1) * _BLOCK
+                here = np.flatnonzero(self._rows[start:stop] > version)
+                found.append(start + here)
+        return np.concatenate(found)

@@ -71,7 +71,7 @@ def save(
         table.check_usable()
         table.check_written_back(_SAVE)
         touched[name] = np.flatnonzero(table.touched)
-        changed[name] = _history.rows_since(table.changed_at, 0)
+        changed[name] = table.changed_at.since(0)
         counts = {"touched": touched[name].size, "changed": changed[name].size}
         keys = {} if table.keys is None else {"keys": table.keys.description()}
         descriptions[name] = table.description() | counts | keys
@@ -99,8 +99,7 @@ def save(
                 for array in table.keys.contents():
                     _format.write_array(file, array)
             _format.write_array(file, changed[name])
-            versions = np.take(table.changed_at, changed[name], mode="clip")
-            _format.write_array(file, versions)
+            _format.write_array(file, table.changed_at.at(changed[name]))
         for leaf in extra:
             if leaf.is_array:
                 _format.write_array(file, leaf.value)
@@ -202,7 +201,7 @@ def load(
                     assert table.keys is not None
                     table.keys.restore(description["keys"], values)
                 elif column is _CHANGED:
-                    table.changed_at[rows] = values
+                    table.changed_at.mark(rows, values)
                 else:
                     put_rows(column, rows, values)
                     advance(rows.size)

@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax.store import _format, _memory
-from sparsejax.store._history import History
+from sparsejax.store import _format
+from sparsejax.store._history import History, RowVersions
 from sparsejax.store._in_flight import EarlyRows, WorkQueue
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
@@ -287,7 +287,7 @@ class Table:
 
     def write(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> None:
         """Replaces distinct ascending rows: their weights, or weights and state."""
-        self.changed_at[rows] = self.history.advance()
+        self.changed_at.mark(rows, self.history.advance())
         for column, new in zip(self.columns, columns):
             put_rows(column, rows, new)
         self._mark_stale(rows)
@@ -345,7 +345,7 @@ class Table:
             self.clear(plan.evicted)
             self.keys.commit(plan)
             for rows in (plan.known, plan.free):  # their use changed, or their key
-                self.changed_at[rows] = self.history.version
+                self.changed_at.mark(rows, self.history.version)
         rows = self.keys.find(keys)
         if where is not None:
             rows[~where] = self.height
@@ -393,7 +393,7 @@ class Table:
 
     def clear(self, rows: np.ndarray) -> None:
         """Makes `rows` untouched again: fresh weights and state when next touched."""
-        self.changed_at[rows] = self.history.advance()
+        self.changed_at.mark(rows, self.history.advance())
         for column in self.columns:
             column[rows] = 0
         self.touched[rows] = 0  # last: an untouched row is all zeros
@@ -401,7 +401,7 @@ class Table:
 
     def forget_changes(self) -> None:
         """Makes the array of the version at which each row last changed."""
-        self.changed_at = _memory.zeros((self.height,), np.int64)
+        self.changed_at = RowVersions(self.height)
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """The ids of rows of this process, in the dtype of `SelectedRows.rows`."""
@@ -446,7 +446,8 @@ class Table:
         self.is_closed = True
         if self.cache is not None:
             self.cache.release()
-        self.weights = self.touched = self.changed_at = np.zeros((0,))
+        self.weights = self.touched = np.zeros((0,))
+        self.changed_at = RowVersions(0)
         self.by_row, self.rest, self.keys = [], [], None
         self.memory.close()
 

@@ -3,6 +3,7 @@
 import os
 
 import numpy as np
+import pytest
 
 from sparsejax.store import _history
 from sparsejax.store._history import History
@@ -58,10 +59,20 @@ def test_branches_are_bounded():
     assert follower_of(history).has_passed(history.branches(), 101)
 
 
-def test_rows_since_in_blocks(monkeypatch):
+@pytest.mark.parametrize("height", [0, 1, 40, 1000])
+def test_versions_of_rows_in_blocks(monkeypatch, height):
     monkeypatch.setattr(_history, "_BLOCK", 7)
-    changed_at = np.random.default_rng(0).integers(0, 5, 40)
-    for version in range(6):
-        expected = np.flatnonzero(changed_at > version)
-        assert (_history.rows_since(changed_at, version) == expected).all()
-    assert _history.rows_since(changed_at[:0], 0).dtype == np.int64
+    monkeypatch.setattr(_history, "_MOST_BLOCKS", 4)
+    rng = np.random.default_rng(0)
+    versions, expected = _history.RowVersions(height), np.zeros(height, np.int64)
+    for version in range(1, 9):
+        rows = np.flatnonzero(rng.random(height) < rng.choice([0.0, 0.01, 0.1, 0.5]))
+        given = version if version % 2 else rng.integers(1, version + 1, rows.size)
+        versions.mark(rows, given)
+        expected[rows] = given
+        for since in range(10):
+            found = versions.since(since)
+            assert found.dtype == np.int64
+            assert found.tolist() == np.flatnonzero(expected > since).tolist()
+    every = np.arange(height)
+    assert versions.at(every).tolist() == expected.tolist()
