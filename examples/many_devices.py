@@ -82,7 +82,7 @@ def auc(scores, labels):
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Trains a DLRM on many devices.")
     parser.add_argument("--simulate", type=int, help="devices to make of the CPU")
-    parser.add_argument("--devices", type=int, help="use the first so many, not all")
+    parser.add_argument("--devices", type=int, help="the number of devices to use")
     parser.add_argument("--steps", type=int, default=1000, help="in all runs together")
     parser.add_argument("--save-every", type=int, default=500, help="steps")
     parser.add_argument("--folder", help="for checkpoints; it goes on from the latest")

@@ -58,7 +58,7 @@ def step(tables, rows):
 
 
 @jax.jit
-def answer(tables, rows):  # how much users like their item, and that of another event
+def answer(tables, rows):  # how much users like their item, and another event's
     query, item = vectors(tables, rows)
     items = item, jnp.roll(item, len(item) // 2, axis=0)  # the other is far away
     return [jnp.sum(query * x, axis=1) for x in items]

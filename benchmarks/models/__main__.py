@@ -290,8 +290,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     flush=True,
                 )
                 if args.json:
-                    with open(args.json, "a", encoding="utf-8") as file:
-                        file.write(json.dumps(record) + "\n")
+                    timing.append_json_line(args.json, record)
     return timing.report(check(records) if args.check else [])
 
 

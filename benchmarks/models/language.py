@@ -1,9 +1,10 @@
 """A small transformer with a vocabulary of 200,000: 6,144 rows of 256, Adam."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from benchmarks.models.transformer import block, make_block, normalize
 
 
 WORDS, DIM, HEADS, LAYERS = 200_000, 256, 4, 2
@@ -14,16 +15,10 @@ def make(rng: np.random.Generator) -> dict[str, object]:
     """Vectors of words as input and as output, of places, and the layers."""
     normal = lambda *shape: 0.05 * rng.standard_normal(shape, np.float32)
     layer = lambda n, m: {"kernel": normal(n, m), "bias": np.zeros(m, np.float32)}
-    block = lambda: {
-        "qkv": layer(DIM, 3 * DIM),
-        "out": layer(DIM, DIM),
-        "up": layer(DIM, 4 * DIM),
-        "down": layer(4 * DIM, DIM),
-    }
     return {
         "words": normal(WORDS, DIM),
         "places": normal(LENGTH, DIM),
-        "blocks": [block() for _ in range(LAYERS)],
+        "blocks": [make_block(layer, DIM) for _ in range(LAYERS)],
         "output": normal(WORDS, DIM),
     }
 
@@ -39,25 +34,11 @@ def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
     }
 
 
-def block(params, x):
-    """Causal self-attention and a feed-forward layer, each with a residual."""
-    dense = lambda name, x: x @ params[name]["kernel"] + params[name]["bias"]
-    heads = lambda x: x.reshape(BATCH, LENGTH, HEADS, DIM // HEADS)
-    q, k, v = map(heads, jnp.split(dense("qkv", normalize(x)), 3, axis=-1))
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + dense("out", mixed.reshape(BATCH, LENGTH, DIM))
-    return x + dense("down", jax.nn.relu(dense("up", normalize(x))))
-
-
-def normalize(x):
-    return jax.nn.standardize(x, axis=-1, epsilon=1e-5)
-
-
 def loss(params, batch, read):
     """Mean cross entropy of the next word among it and the drawn ones."""
     x = read(params["words"], batch["word"]) + params["places"]
     for layers in params["blocks"]:
-        x = block(layers, x)
+        x = block(layers, x, HEADS)
     x = normalize(x).reshape(-1, DIM)
     following = read(params["output"], batch["next"])
     negatives = read(params["output"], batch["negatives"])

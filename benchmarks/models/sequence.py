@@ -1,9 +1,10 @@
 """SASRec (Kang and McAuley, 2018), one block: 13,312 rows of 64, Adam."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from benchmarks.models.transformer import block, make_block, normalize
 
 
 ITEMS, DIM, HEADS, BATCH, LENGTH, NEGATIVES = 500_000, 64, 2, 128, 50, 512
@@ -16,10 +17,7 @@ def make(rng: np.random.Generator) -> dict[str, object]:
     return {
         "items": normal(ITEMS, DIM),
         "places": normal(LENGTH, DIM),
-        "qkv": layer(DIM, 3 * DIM),
-        "out": layer(DIM, DIM),
-        "up": layer(DIM, 4 * DIM),
-        "down": layer(4 * DIM, DIM),
+        **make_block(layer, DIM),
     }
 
 
@@ -34,24 +32,10 @@ def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
     }
 
 
-def attention(params, x):
-    """Causal self-attention and a feed-forward layer, each with a residual."""
-    dense = lambda name, x: x @ params[name]["kernel"] + params[name]["bias"]
-    heads = lambda x: x.reshape(BATCH, LENGTH, HEADS, DIM // HEADS)
-    q, k, v = map(heads, jnp.split(dense("qkv", normalize(x)), 3, axis=-1))
-    mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + dense("out", mixed.reshape(BATCH, LENGTH, DIM))
-    return x + dense("down", jax.nn.relu(dense("up", normalize(x))))
-
-
-def normalize(x):
-    return jax.nn.standardize(x, axis=-1, epsilon=1e-5)
-
-
 def loss(params, batch, read):
     """Mean cross entropy of the next item among it and the drawn ones."""
     x = read(params["items"], batch["item"]) + params["places"]
-    x = normalize(attention(params, x)).reshape(-1, DIM)
+    x = normalize(block(params, x, HEADS)).reshape(-1, DIM)
     following = read(params["items"], batch["next"])
     negatives = read(params["items"], batch["negatives"])
     positive = jnp.sum(x * following, axis=1, keepdims=True)

@@ -4,8 +4,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.models.sequence import BATCH, DIM, HEADS, LENGTH
-from benchmarks.models.torch_side import adam, embedding, linear
+from benchmarks.models.sequence import DIM, HEADS
+from benchmarks.models.torch_side import adam, embedding
+from benchmarks.models.transformer_torch import Block, normalize
 
 
 class Model(nn.Module):
@@ -15,28 +16,16 @@ class Model(nn.Module):
         super().__init__()
         self.items = embedding(params["items"])
         self.places = nn.Parameter(torch.from_numpy(params["places"]))
-        for name in ("qkv", "out", "up", "down"):
-            setattr(self, name, linear(params[name]))
+        self.block = Block(params, HEADS)
 
     def forward(self, batch):
-        x = self.attention(self.items(batch["item"]) + self.places)
+        x = self.block(self.items(batch["item"]) + self.places)
         x = normalize(x).reshape(-1, DIM)
         following, negatives = self.items(batch["next"]), self.items(batch["negatives"])
         positive = (x * following).sum(1, keepdim=True)
         logits = torch.cat([positive, x @ negatives.T], dim=1)
         labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         return functional.cross_entropy(logits, labels)
-
-    def attention(self, x):
-        heads = lambda x: x.reshape(BATCH, LENGTH, HEADS, DIM // HEADS).transpose(1, 2)
-        q, k, v = map(heads, self.qkv(normalize(x)).chunk(3, dim=-1))
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(BATCH, LENGTH, DIM))
-        return x + self.down(functional.relu(self.up(normalize(x))))
-
-
-def normalize(x):
-    return functional.layer_norm(x, (DIM,), eps=1e-5)
 
 
 optimizers = adam

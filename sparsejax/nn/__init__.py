@@ -27,8 +27,8 @@ Models whose tables live in a `sparsejax.store.KVStore`
 Framework adapters, each imported on first use
 
 - `sparsejax.nn.flax`, `sparsejax.nn.nnx`, `sparsejax.nn.equinox`: `Layer(layer)` wraps
-  a layer as a module of that framework. `sparsejax.nn.nnx.value_and_grad` is that of
-  flax.nnx.
+  a layer as a module of that framework. `sparsejax.nn.nnx.value_and_grad` takes the
+  place of `flax.nnx.value_and_grad`.
 - `sparsejax.nn.keras`: `SparseModel`, a `keras.Model` with sparse gradients.
 """
 

@@ -1,6 +1,6 @@
 """flax.nnx: `value_and_grad` and `grad` of modules, and layers as modules.
 
-- `value_and_grad`, `grad`: those of flax.nnx, with SelectedRows for tables.
+- `value_and_grad`, `grad`: as in flax.nnx, with SelectedRows for tables.
 - `Layer(layer, rngs=...)`: a layer of `sparsejax.nn` as a module.
 """
 

@@ -98,7 +98,7 @@ def put(
     descriptions: Sequence[dict[str, Any]],
     contents: Sequence[np.ndarray],
 ) -> Any:
-    """The tree in a file; arrays are where those of `like` are.
+    """The tree in a file, with each array where the array of `like` is.
 
     Args:
       call, path: for messages.

@@ -26,9 +26,9 @@ from sparsejax.store import _memory
 BRANCHES = [{"name": str, "start": int}]
 SAVED = {"version": int, "known_since": int, "branches": BRANCHES}
 
-_MOST = 1 << 62  # versions
-_MOST_BRANCHES = 64  # followers that are older than so many restarts are refused
-_BLOCK, _MOST_BLOCKS = 1 << 12, 1 << 8  # rows of a block, blocks read at once
+_MAX_VERSION = 1 << 62  # versions
+_MAX_BRANCHES = 64  # followers that are older than this many restarts are refused
+_BLOCK, _MAX_BLOCKS = 1 << 12, 1 << 8  # rows of a block, blocks read at once
 
 
 class History:
@@ -47,7 +47,7 @@ class History:
             if self._process != os.getpid():  # a forked child has a branch of its own
                 self._process = os.getpid()
                 branch = secrets.token_hex(8), self.version
-                self._branches = [*self._branches[1 - _MOST_BRANCHES :], branch]
+                self._branches = [*self._branches[1 - _MAX_BRANCHES :], branch]
             self.version += 1
         return self.version
 
@@ -117,7 +117,7 @@ def check_versions(call: str, path: Any, found: dict[str, Any]) -> None:
     """Raises a ValueError unless the versions in a file may be versions of a store."""
     version, starts = found["version"], [x["start"] for x in found["branches"]]
     is_ordered = starts == sorted(starts) and all(x < version for x in starts)
-    if version >= _MOST or not is_ordered or bool(starts) != bool(version):
+    if version >= _MAX_VERSION or not is_ordered or bool(starts) != bool(version):
         raise ValueError(
             f"{call}: {path} is damaged: version {version} cannot be one of its "
             "branches. Use another copy."
@@ -151,7 +151,7 @@ class RowVersions:
         """The rows that changed after a version, int64, ascending."""
         blocks = np.flatnonzero(self._blocks > version)
         # Runs of neighbours, not too long, are read at once.
-        is_first = (np.diff(blocks, prepend=-2) != 1) | (blocks % _MOST_BLOCKS == 0)
+        is_first = (np.diff(blocks, prepend=-2) != 1) | (blocks % _MAX_BLOCKS == 0)
         found = [np.zeros((0,), np.int64)]
         for run in np.split(blocks, np.flatnonzero(is_first)[1:]):
             if run.size:

@@ -41,7 +41,7 @@ _CALL = "sparsejax.store.StoredTable"
 
 
 class _TreeTable:
-    """A table in a tree of parameters, which is no array."""
+    """A table in a tree of parameters, in place of an array."""
 
     name: str
 

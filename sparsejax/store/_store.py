@@ -1013,7 +1013,7 @@ class KVStore:
           progress: as in `save`; each row counts twice, when checked and when read.
 
         Returns:
-          The tree that was saved, with arrays where those of `extra` are; or None.
+          The tree that was saved, with its arrays placed as in `extra`; or None.
 
         Raises:
           FileNotFoundError: there is no such file.

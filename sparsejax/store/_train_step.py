@@ -284,7 +284,7 @@ class TrainStep:
         value, grads, found = gradient(
             _CALL, self._fun, 0, self._has_aux, self._tables, *arguments
         )
-        # For `tx`, the tables of the store have no gradient, those of a cache have one.
+        # For `tx`, tables of the store have no gradient, but tables of a cache do.
         of_tx, by_table = iter(found), {}
         places = []
         for table in tables_of(params):

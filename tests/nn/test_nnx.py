@@ -1,4 +1,4 @@
-"""`sj.nn.nnx.value_and_grad` and `grad` against those of flax.nnx."""
+"""`sj.nn.nnx.value_and_grad` and `grad` against their namesakes in flax.nnx."""
 
 from functools import partial
 from typing import Any

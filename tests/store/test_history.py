@@ -62,7 +62,7 @@ def test_branches_are_bounded():
 @pytest.mark.parametrize("height", [0, 1, 40, 1000])
 def test_versions_of_rows_in_blocks(monkeypatch, height):
     monkeypatch.setattr(_history, "_BLOCK", 7)
-    monkeypatch.setattr(_history, "_MOST_BLOCKS", 4)
+    monkeypatch.setattr(_history, "_MAX_BLOCKS", 4)
     rng = np.random.default_rng(0)
     versions, expected = _history.RowVersions(height), np.zeros(height, np.int64)
     for version in range(1, 9):

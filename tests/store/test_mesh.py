@@ -223,7 +223,7 @@ def test_two_processes_equal_one(trained, tmp_path):
 def test_a_trainer_in_two_processes(tmp_path):
     """Training the Gluon way over two processes equals training in one.
 
-    So does training that is saved halfway and resumed, and `store.train_step`.
+    Training that is saved halfway and resumed does, too, and `store.train_step`.
     """
     _run_both(tmp_path, "trainer")
     parts = [np.load(tmp_path / f"{k}.npz") for k in range(worker.PROCESSES)]

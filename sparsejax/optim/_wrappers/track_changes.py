@@ -3,7 +3,7 @@
 The state has a boolean for each row of a table, which a step sets for the rows of its
 update: a scatter of n booleans for n rows, in place if the state is donated. The rows
 of a ShardedTable are marked by their owners, to which the update was sent anyway, so
-the booleans of all devices together are those of the table.
+the booleans of a table are the booleans of all devices together.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ def _is_table(leaf: Any) -> bool:
 
 
 def _mark(flags: jax.Array, update: Any) -> jax.Array:
-    """The booleans with those of the rows in an update set."""
+    """The booleans, with the rows in an update set to True."""
     if trees.is_none_or_masked(update):
         return flags
     if is_quantized(update):  # of codes and of scales, with the same rows
@@ -274,9 +274,9 @@ def _mark(flags: jax.Array, update: Any) -> jax.Array:
 
 @functools.singledispatch
 def mark_rows(update: SelectedRows, flags: jax.Array) -> jax.Array:
-    """The booleans `[V]` with those of the rows of an update set.
+    """The booleans `[V]`, with the rows of an update set to True.
 
-    A subclass of SelectedRows, like that of a sharded table, registers its own.
+    A subclass of SelectedRows, like the one of a sharded table, registers its own.
     """
     if not update.height:
         return flags
