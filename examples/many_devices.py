@@ -13,6 +13,7 @@ saved and restored takes the steps of one that was not.
 import argparse
 import os
 import pathlib
+import sys
 import time
 from functools import partial
 
@@ -92,6 +93,9 @@ def main(argv=None):
         os.environ.setdefault("NPROC", str(4 * args.simulate))  # threads; or they wait
         jax.config.update("jax_num_cpu_devices", args.simulate)
         jax.config.update("jax_platforms", "cpu")
+    found = len(jax.devices())
+    if args.devices is not None and not 1 <= args.devices <= found:
+        sys.exit(f"many_devices: --devices must be 1 to {found}, got {args.devices}.")
     devices = jax.devices()[: args.devices]
     mesh = jax.make_mesh(
         (len(devices),), ("x",), axis_types=(AxisType.Auto,), devices=devices
