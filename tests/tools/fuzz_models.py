@@ -716,7 +716,7 @@ def check(model, how="traced"):
         if refusal is not None:
             try:
                 run(first(sj.value_and_grad), params, batches)
-            except (type(refusal), TypeError, ValueError):
+            except (type(refusal), TypeError, ValueError, IndexError):
                 return "refused"
             raise AssertionError(f"JAX refused: {refusal}")
         if required:
