@@ -4,12 +4,14 @@
 #   VENV=.venv          where the environment lives
 #   PINS="-r tests/colab.txt"    what else pip is told: here the lowest releases
 #   ARGS="..."          handed on to the command
+#   NAME=gensim         which race; without, `make race` lists them
 
 PYTHON ?= python3
 VENV ?= .venv
 PINS ?=
 JOBS ?= 2
 ARGS ?=
+NAME ?=
 
 # Where this is set, every process would compile its two thousand modules anew: 6 s.
 unexport PYTHONDONTWRITEBYTECODE
@@ -26,7 +28,7 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench dist clean
+.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench race dist clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -63,6 +65,9 @@ notebooks: $(VENV)/.installed-notebooks  ## run the notebooks, keep what they sh
 
 bench: $(VENV)/.installed-bench  ## python -m benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+race: $(VENV)/.installed-bench  ## an example against a program people use: NAME=gensim
+	@$(BIN)/python -m benchmarks races $(NAME) $(ARGS)
 
 dist: $(VENV)/.installed-dist  ## build a wheel and an sdist, and try them in a fresh environment
 	@$(BIN)/python tests/tools/dist.py $(ARGS)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 NAMES = (
     "sweep",
     "models",
+    "races",
     "step",
     "flat",
     "trace",
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    file = f"{name}.__main__" if name == "models" else name
+    file = f"{name}.__main__" if name in {"models", "races"} else name
     return importlib.import_module(f"benchmarks.{file}").main(rest)
 
 

@@ -3,9 +3,8 @@
     python examples/word2vec.py --text book.txt.gz --seconds 60
 
 Two tables, of words and of the words near them, learn to tell neighbours in the text
-from random words (Mikolov et al., 2013). The cost of a step does not depend on the size
-of the tables. The text is cut into chunks of 64 words: a row is read once for all pairs
-of its word, and the words of a chunk share their negatives.
+from random words (Mikolov et al., 2013). The text is cut into chunks of 64 words: a row
+is read once for all pairs of its word, and the words of a chunk share their negatives.
 """
 
 import argparse
@@ -58,8 +57,8 @@ def read_corpus(path, min_count):
     else:
         try:
             data = pathlib.Path(path).read_bytes()
-            data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-            text = data.decode("utf-8-sig")
+            unzip = gzip.decompress if data.startswith(b"\x1f\x8b") else bytes
+            text = unzip(data).decode("utf-8-sig")
         except (OSError, ValueError, EOFError, zlib.error) as error:
             sys.exit(f"word2vec: cannot read {path} as UTF-8 text or gzip: {error}")
     found = re.findall(r"[^\W\d_]{2,}", text.lower())
@@ -89,8 +88,8 @@ def batches(tokens, counts, rng):
             yield batch, piece.size / steps
 
 
-def train(tokens, counts, dim, seconds, tx, value_and_grad):
-    """Trains for some seconds; returns the vectors, the losses, words/s and ms/step."""
+def train(tokens, counts, dim, seconds, tx, value_and_grad, seed=0, stop=None):
+    """Trains until the seconds are over, or `stop(params, words done)` is true."""
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, chunks, number, sampler):
@@ -102,14 +101,13 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss / pairs
 
-    shape, key = (len(counts), dim), jax.random.key(0)
-    words = jax.random.uniform(key, shape, minval=-0.5, maxval=0.5) / dim
+    shape, key = (len(counts), dim), jax.random.key(seed)
+    words = (jax.random.uniform(key, shape) - 0.5) / dim
     params = {"words": words, "contexts": jnp.zeros(shape)}
     state, sampler = tx.init(params), sj.losses.NegativeSampler.from_counts(counts)
-    steps = enumerate(batches(tokens, counts, np.random.default_rng(0)))
     bar = tqdm(unit=" steps", leave=False) if tqdm else None
-    losses, done, began = [], 0.0, time.perf_counter()
-    for number, (chunks, share) in steps:
+    losses, done, rng = [], 0.0, np.random.default_rng(seed)
+    for number, (chunks, share) in enumerate(batches(tokens, counts, rng)):
         params, state, loss = step(params, state, chunks, number, sampler)
         done += share
         if number % 10 == 0:  # reading a loss waits for the step
@@ -119,10 +117,10 @@ def train(tokens, counts, dim, seconds, tx, value_and_grad):
                 bar.update(number - bar.n)
             if number == 0:  # the first step was compiled
                 done, began = 0.0, time.perf_counter()
-            elif time.perf_counter() - began > seconds:
+            elif time.perf_counter() - began > seconds or stop and stop(params, done):
                 break
     spent = time.perf_counter() - began
-    return params["words"], losses, done / spent, 1e3 * spent / number
+    return params["words"], losses, done / spent, 1e3 * spent / number  # words/s, ms
 
 
 def main(argv=None):
@@ -131,15 +129,18 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=60, help="of training")
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")
     parser.add_argument("--min-count", type=int, default=5, help="of a word")
+    parser.add_argument("--lr", type=float, default=0.1, help="of Adagrad")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    if not min(args.seconds, args.dim, args.min_count) > 0:
-        sys.exit("word2vec: --seconds, --dim and --min-count must be positive.")
+    if not min(args.seconds, args.dim, args.min_count, args.lr) > 0:
+        sys.exit("word2vec: --seconds, --dim, --min-count, --lr must be positive.")
     sj.cpu.keep_freed_pages()  # dense steps gain most from it
     words, counts, tokens = read_corpus(args.text, args.min_count)
     print(f"{tokens.size:,} words, {len(words):,} different ones")
-    tx = sj.optim.adagrad(0.1)
+    tx = sj.optim.adagrad(args.lr)
     ours, plain = (sj.optim.lazy(tx), sj.value_and_grad), (tx, jax.value_and_grad)
-    vectors, losses, speed, _ = train(tokens, counts, args.dim, args.seconds, *ours)
+    given = tokens, counts, args.dim, args.seconds
+    vectors, losses, speed, _ = train(*given, *ours, args.seed)
     print(f"Loss {losses[0]:.3f} at first, {losses[-1]:.3f} now; {speed:,.0f} words/s")
     units = np.asarray(vectors / jnp.linalg.norm(vectors, axis=1, keepdims=True))
     for i in [i for i, word in enumerate(words) if len(word) > 4][:10]:

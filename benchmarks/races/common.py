@@ -1,0 +1,206 @@
+"""What all races share: environments of peers, turns, points on a curve, one table.
+
+A race is a module of this package with these names:
+
+  PEER, VERSION_OF   what pip installs for the peer; the package of its version
+  UNIT, SCORE        what is counted; the name of the score, of which more is better
+  LR, GRID           the default learning rate of each side; both try its multiples
+  EPOCHS             of the data
+  prepare(data, args, peer)   writes the data of the race into a folder, once
+  ours(task)         our side: an example, as it stands in `examples/`
+  score(data, file)  what the file of a point scores; not needed if points have scores
+
+The peer's side is `NAME_peer.py`, which runs in the peer's environment and imports
+nothing of ours. Each side runs in a fresh process with the task as JSON: `data`, `out`,
+`seed`, `lr`, `epochs`, `threads` and the race's own settings. After each epoch it
+prints a point, a line of JSON: `seconds` of training so far, compilation included and
+scoring not; `samples` so far; and `valid`, `score`, `loss`, or `file` for `score(...)`.
+
+Both sides are tuned alike: one run for each learning rate, with a seed of its own; the
+best `valid` at the last epoch wins. `score` is of test data that no choice has seen.
+"""
+
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+BUILD = ROOT / "build" / "races"
+SIDES = "ours", "peer"
+MULTIPLES = 0.5, 1, 2  # of a side's default learning rate
+TUNING_SEED = 100
+
+
+def data_folder(name):
+    """A folder of the optional data sets, beside the checkout."""
+    path = ROOT.parent / "shared" / "data" / name
+    if not path.exists():
+        sys.exit(f"races: {path} is not here. Pass another file: see --help.")
+    return path
+
+
+def environment(name, race):
+    """The Python of the peer's environment, which is made if it is not there."""
+    folder = BUILD / name
+    python, mark = folder / "bin" / "python", folder / ".installed"
+    if not mark.exists() or mark.read_text() != repr(race.PEER):
+        print(f"Making {folder} with {', '.join(race.PEER)}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*pip, *race.PEER], check=True)
+        mark.write_text(repr(race.PEER))
+    return python
+
+
+def version_of(python, package):
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    return subprocess.check_output([python, "-c", code], text=True).strip()
+
+
+def run_side(side, name, race, python, task):
+    """Runs a side in a fresh process; returns its points."""
+    threads = str(task["threads"])
+    names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"
+    env = {**os.environ, **dict.fromkeys(names, threads), "OPENBLAS_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
+    env.pop("JAX_COMPILATION_CACHE_DIR", None)  # each run compiles, on the clock
+    here = pathlib.Path(__file__).parent
+    command = [python, "-P", here / f"{name}_peer.py"]  # -P: no file here hides a peer
+    if side == "ours":
+        command = [sys.executable, "-m", "benchmarks.races", name, "--side"]
+    pathlib.Path(task["out"]).mkdir(parents=True, exist_ok=True)
+    cores = sorted(os.sched_getaffinity(0))[: task["threads"]]
+    run = subprocess.run(
+        [*command, json.dumps(task)],
+        env=env,
+        cwd=task["out"],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
+    points = [json.loads(x) for x in run.stdout.splitlines() if x.startswith("{")]
+    if run.returncode or not points:
+        sys.exit(f"races: {side} of {name} failed.\n{run.stdout[-2000:]}{run.stderr}")
+    for point in points:
+        if "file" in point:
+            file = pathlib.Path(point.pop("file"))
+            scores = race.score(task["data"], file)
+            point |= {name: float(x) for name, x in scores.items()}
+            file.unlink()
+    return points
+
+
+class Clock:
+    """Seconds of training: time inside `pause()` is not counted."""
+
+    def __init__(self):
+        self._began, self._paused = time.perf_counter(), 0.0
+
+    def seconds(self):
+        return time.perf_counter() - self._began - self._paused
+
+    def point(self, samples, **point):
+        """Prints a point of the curve."""
+        line = {"seconds": self.seconds(), "samples": samples, **point}
+        print(json.dumps(line), flush=True)
+
+    def __enter__(self):
+        self._stopped = time.perf_counter()
+
+    def __exit__(self, *error):
+        self._paused += time.perf_counter() - self._stopped
+
+
+def tuned(curves):
+    """The learning rate whose run has the best validation score at the end."""
+    return max(curves, key=lambda lr: curves[lr][-1]["valid"])
+
+
+def seconds_to(target, points):
+    """The seconds after which a run has reached a score, or None."""
+    return next((p["seconds"] for p in points if p["score"] >= target), None)
+
+
+def spread(values, digits):
+    """The median and the range of some numbers, of which None is `not reached`."""
+    known = sorted(x for x in values if x is not None)
+    if not known:
+        return "not reached" if values else "-"
+    text = f"{np.median(known):,.{digits}f}"
+    if len(known) > 1:
+        text += f" ({known[0]:,.{digits}f} to {known[-1]:,.{digits}f})"
+    missing = len(values) - len(known)
+    return text + (f", {missing} of {len(values)} not" if missing else "")
+
+
+def table(race, runs, versions, rates):
+    """One line a side: speed, seconds to the peer's final score, score, loss."""
+    target = float(np.median([points[-1]["score"] for points in runs["peer"]]))
+    heads = ["side", "version", "lr", f"{race.UNIT}/s", f"seconds to {target:.4f}"]
+    lines = [[*heads, "seconds", race.SCORE, "loss"]]
+    for side in SIDES:
+        ends = [points[-1] for points in runs[side]]
+        losses = [end["loss"] for end in ends if end.get("loss") is not None]
+        lines.append(
+            [
+                race.EXAMPLE if side == "ours" else race.VERSION_OF,
+                versions[side],
+                f"{rates[side]:g}",
+                spread([end["samples"] / end["seconds"] for end in ends], 0),
+                spread([seconds_to(target, points) for points in runs[side]], 1),
+                spread([end["seconds"] for end in ends], 1),
+                spread([end["score"] for end in ends], 4),
+                spread(losses, 4),
+            ]
+        )
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def race(name, args):
+    """Tunes both sides, lets them take turns, and prints the table."""
+    module = importlib.import_module(f"benchmarks.races.{name}")
+    python = environment(name, module)
+    data = BUILD / "data" / name / args.data
+    if not (data / ".made").exists():
+        data.mkdir(parents=True, exist_ok=True)
+        module.prepare(data, args.data, python)
+        (data / ".made").touch()
+    settings = module.SETTINGS | dict(args.set)
+    common = {"data": str(data), "epochs": args.epochs, "threads": args.threads}
+    run = lambda side, seed, lr: run_side(
+        side,
+        name,
+        module,
+        python,
+        {**settings, **common, "seed": seed, "lr": lr, "out": str(data / "out")},
+    )
+    rates = dict(zip(SIDES, args.lr or ()))
+    for side in SIDES[len(rates) :]:
+        grid = [multiple * module.LR[side] for multiple in MULTIPLES]
+        curves = {lr: run(side, TUNING_SEED, lr) for lr in grid}
+        rates[side] = tuned(curves)
+        valid = {lr: round(points[-1]["valid"], 4) for lr, points in curves.items()}
+        print(f"{side}: {module.SCORE} on validation data by rate: {valid}", flush=True)
+    runs = {side: [] for side in SIDES}
+    for seed in range(args.seeds):
+        for side in SIDES if seed % 2 else SIDES[::-1]:
+            points = run(side, seed, rates[side])
+            runs[side].append(points)
+            curve = [(round(p["seconds"], 1), round(p["score"], 4)) for p in points]
+            print(f"{side}, seed {seed}: {curve}", flush=True)
+    own, jax = (version_of(sys.executable, name) for name in ("sparsejax", "jax"))
+    of_peer = version_of(python, module.VERSION_OF)
+    versions = {"ours": f"{own}, jax {jax}", "peer": of_peer}
+    load = os.getloadavg()[1]
+    told = {**settings, "data": args.data, "epochs": args.epochs}
+    print(f"{told}, {args.threads} threads, {args.seeds} seeds, load {load:.1f}")
+    print(table(module, runs, versions, rates))
+    return 0

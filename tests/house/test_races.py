@@ -1,0 +1,84 @@
+"""Our side of each race runs on tiny data, and the table says what was measured."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+
+
+pytest.importorskip("benchmarks")  # a source distribution has none
+
+from benchmarks.races import __main__ as races, common, gensim  # noqa: E402
+from examples import word2vec  # noqa: E402
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+
+def points_of(out):
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+
+
+def test_the_table():
+    race = types.SimpleNamespace(
+        UNIT="words", SCORE="AUC", EXAMPLE="a.py", VERSION_OF="other"
+    )
+    point = lambda seconds, score, **more: {
+        "seconds": seconds, "samples": 100 * seconds, "score": score, **more
+    }  # fmt: skip
+    peer = [[point(1, 0.5), point(2, 0.6)], [point(1, 0.4), point(2, 0.8)]]
+    ours = [[point(3, 0.7, loss=0.25)], [point(3, 0.6, loss=0.75)]]
+    runs, versions = {"ours": ours, "peer": peer}, {"ours": "1", "peer": "2"}
+    lines = common.table(race, runs, versions, {"ours": 0.1, "peer": 1.0}).splitlines()
+    cells = [[x.strip() for x in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == [
+        *("side", "version", "lr", "words/s", "seconds to 0.7000"),
+        *("seconds", "AUC", "loss"),
+    ]
+    assert cells[2] == [
+        *("a.py", "1", "0.1", "100 (100 to 100)", "3.0, 1 of 2 not"),
+        *("3.0 (3.0 to 3.0)", "0.6500 (0.6000 to 0.7000)", "0.5000 (0.2500 to 0.7500)"),
+    ]
+    assert cells[3][3:5] == ["100 (100 to 100)", "2.0, 1 of 2 not"]
+    assert cells[3][-1] == "-"
+
+
+def test_the_best_validation_score_at_the_end_wins():
+    curves = {0.1: [{"valid": 0.9}, {"valid": 0.2}], 0.2: [{"valid": 0.3}]}
+    assert common.tuned(curves) == 0.2
+
+
+def test_without_a_name_the_races_are_listed(capsys):
+    assert races.main([]) == 0
+    out = capsys.readouterr().out
+    assert [line.split(":")[0] for line in out.splitlines()] == list(races.NAMES)
+    here = common.pathlib.Path(races.__file__).parent
+    assert all((here / f"{name}_peer.py").is_file() for name in races.NAMES)
+
+
+def test_gensim(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(word2vec, "CHUNKS", 2)
+    monkeypatch.setattr(word2vec, "DRAWN", 4)
+    rng = np.random.default_rng(0)
+    topics = np.array([[f"{a}{b}" for b in "bcdfgh"] for a in "mnpr"])
+    text = lambda n: " ".join(topics[rng.integers(4, size=n), :].ravel())
+    (tmp_path / "train.txt").write_text(text(1000))
+    (tmp_path / "held.txt").write_text(text(30))
+    pairs = [
+        f"{a} {b} {10.0 * (a[0] == b[0])}" for a in topics[0] for b in topics[:2, 0]
+    ]
+    for name in "wordsim353.tsv", "simlex999.txt":
+        (tmp_path / name).write_text("\n".join(["# a head", *pairs, *pairs[::-1]]))
+    paths = {"data": str(tmp_path), "out": str(tmp_path)}
+    gensim.ours({**paths, "seed": 0, "lr": 0.1, "epochs": 2, "dim": 8})
+    points = points_of(capsys.readouterr().out)
+    assert [point["samples"] for point in points] == [6000, 12000]
+    assert 0 < points[0]["seconds"] < points[1]["seconds"]
+    scores = [gensim.score(tmp_path, point["file"]) for point in points]
+    assert scores[1]["loss"] < scores[0]["loss"] < 6 * np.log(2)
+    assert scores[1]["score"] > 0.5 and scores[1]["valid"] > 0.5
+
+
+def test_ranks_share_the_mean_of_equal_values():
+    np.testing.assert_array_equal(gensim.ranks([3, 1, 3, 0]), [2.5, 1, 2.5, 0])
