@@ -1,12 +1,14 @@
-"""Trainer: pulls the rows of a batch, runs a compiled step, pushes the gradients.
+"""Trainer: pulls the rows that a block lists, and takes the step of the store on them.
 
 One step, for a block with tables T in the store and dense parameters p:
 
-    ids        = block.row_ids(inputs)                       on the host
-    rows       = store.pull(ids)                             of all tables
-    loss, g, h = value_and_grad(loss)(rows, p)               compiled; g, h of rows, p
-    p          = p + tx.update(h)                            in the same program
-    store.push(name, g[name])                                for each table
+    ids  = block.row_ids(inputs)                on the host
+    rows = store.pull(ids)                      of all tables
+    p    = RowsStep(loss)((T, p), rows)         the step of `store.train_step`
+
+`store.train_step` finds the ids by a trace of the loss. A block lists them, because
+that is Gluon's contract: a row that was not pulled must not be read, which a trace
+could not tell, as it finds just the rows that are read.
 
 Invariant: the compiled step receives rows in arrays of static capacity, so its memory
 depends on the batch and not on the size of a table. Capacities are powers of two and
@@ -18,8 +20,9 @@ To keep the current `trainer.params`, copy them.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jax
@@ -34,9 +37,10 @@ from sparsejax._rows import SelectedRows, is_selected_rows, with_slots
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
-from sparsejax.optim import global_norm
 from sparsejax.store import KVStore
-from sparsejax.transform import value_and_grad
+from sparsejax.store._leaf import ListedTable
+from sparsejax.store._pulled_calls import jitted, split
+from sparsejax.store._train_step import RowsStep
 
 
 _CALL = "sparsejax.nn.Trainer"
@@ -113,7 +117,6 @@ class Trainer:
     params: PyTree
     opt_state: PyTree
     steps: int
-    compilations: int
 
     def __init__(
         self,
@@ -135,10 +138,9 @@ class Trainer:
         _check_arguments(block, store, loss, tx, inputs, clip_norm)
         hint = "It decides what happens to ids out of range."
         mode = _arguments.check_mode(_CALL, mode, ("error", "drop"), hint)
-        self.block, self.store, self._loss, self._tx = block, store, loss, tx
+        self.block, self.store, self._loss = block, store, loss
         self._inputs = (lambda batch: batch) if inputs is None else inputs
-        self._tables, self._clip_norm = tables, clip_norm
-        self._checked, self._mode = checked, mode
+        self._mode, self._checked = mode, checked
         self._name = type(block).__name__
         self._capacities: dict[str, int] = {}  # of pulls so far, by table
         self._nnz_capacities: dict[int, int] = {}  # of scipy matrices, by leaf
@@ -154,11 +156,17 @@ class Trainer:
         self.params = jax.tree.map(copy, params)
         self.opt_state = jax.tree.map(copy, tx.init(self.params))
         self.steps = 0
-        self.compilations = 0
-        step = checkify.checkify(self._step) if checked else self._step
-        self._run_step = jax.jit(step, donate_argnums=() if checked else (1, 2))
-        forward = checkify.checkify(self._forward) if checked else self._forward
-        self._run_forward = jax.jit(forward)
+        self._step = RowsStep(
+            _CALL,
+            store,
+            self._loss_of,
+            _of_dense(tx),
+            tables=(None, tables),
+            donate=not checked,
+            clip_norm=clip_norm,
+            checked=checked,
+        )
+        self._run_forward = jitted(self._forward, checked=checked)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -192,10 +200,12 @@ class Trainer:
         pulled = self._pull(batch) if rows is None else rows
         for name in pulled:  # `push` would raise only after the dense update
             self._check_trainable(name)
-        args = self._padded(pulled), self.params, self.opt_state, batch
-        loss, grads, self.params, self.opt_state = self._run(self._run_step, *args)
-        for name, grad in grads.items():
-            self.store.push(name, grad)
+        rows, part = self._padded(pulled), split(_CALL, batch)
+        tables = {name: self._table(name) for name in rows}
+        args = (tables, self.params), self.opt_state, part, rows
+        with self._explained(self._loss_of, (rows, self.params), batch):
+            (_, self.params), self.opt_state, loss, grads = self._step(*args)
+        self._step.push(grads)
         self.steps += 1
         return loss
 
@@ -204,8 +214,11 @@ class Trainer:
     def predict(self, batch: PyTree) -> Any:
         """The block's outputs for a batch, without an update."""
         batch = self._on_device(batch)
-        args = self._padded(self._pull(batch)), self.params, batch
-        return self._run(self._run_forward, *args)
+        rows = self._padded(self._pull(batch))
+        with self._explained(self._forward, rows, self.params, batch):
+            return self._run_forward(
+                rows, split(_CALL, self.params), split(_CALL, batch)
+            )
 
     def row_ids(self, batch: PyTree) -> dict[str, Any]:
         """`block.row_ids` for a batch, checked against the store.
@@ -243,37 +256,33 @@ class Trainer:
             "store": self.store.stats(),
         }
 
+    @property
+    def compilations(self) -> int:
+        """The number of times that the step was compiled."""
+        return self._step.compilations
+
     # -- the compiled step --------------------------------------------------------
 
     def _forward(self, pulled: Any, params: Any, batch: Any) -> Any:
         tables = PulledTables(pulled, self._name)
         return self.block.sparse_forward(tables, params, self._inputs(batch))
 
-    def _step(self, pulled: Any, params: Any, opt_state: Any, batch: Any) -> Any:
-        self.compilations += 1  # runs once per compilation
+    def _loss_of(self, params: Any, batch: Any) -> Any:
+        """The loss of `(pulled, params)`."""
+        pulled, dense = params
+        return self._loss(self._forward(pulled, dense, batch), batch)
 
-        def objective(pulled, params):
-            return self._loss(self._forward(pulled, params, batch), batch)
+    def _table(self, name: str) -> ListedTable:
+        spec = self.store.spec(name)
+        return ListedTable(self.store, name, spec.shape, spec.dtype)
 
-        differentiate = value_and_grad(
-            objective, argnums=(0, 1), tables=(None, self._tables)
-        )
-        loss, grads = differentiate(pulled, params)
-        if self._clip_norm is not None:
-            grads = _clip_by_global_norm(grads, self._clip_norm)
-        updates, opt_state = self._tx.update(grads[1], opt_state, params)
-        return loss, grads[0], optax.apply_updates(params, updates), opt_state
-
-    def _run(self, function: Any, *args: Any) -> Any:
-        """Runs a compiled function; raises if a check in it failed."""
-        if self._checked:
-            error, out = function(*args)
-            error.throw()
-            return out
+    @contextlib.contextmanager
+    def _explained(self, function: Callable[..., Any], *args: Any) -> Iterator[None]:
+        """Explains the error of a check in `function`, which is compiled."""
         try:
-            return function(*args)
+            yield
         except ValueError as error:
-            if not _has_checks(function, *args):
+            if self._checked or not _has_checks(function, *args):
                 raise
             # JAX's own error mentions neither the block nor the option.
             raise ValueError(
@@ -323,6 +332,8 @@ class Trainer:
         leaves, tree = jax.tree.flatten(batch, is_leaf=is_leaf)
         for i, leaf in enumerate(leaves):
             if not is_csr(leaf):
+                if isinstance(leaf, bool | int | float | complex):
+                    leaves[i] = jnp.asarray(leaf)  # not a constant of the step
                 continue
             needed = _arguments.next_power_of_two(leaf.nnz)
             capacity = max(self._nnz_capacities.get(i, _MIN_CAPACITY), needed)
@@ -518,13 +529,11 @@ def _pad(rows: SelectedRows, capacity: int) -> SelectedRows:
     return with_slots(rows, ids, jnp.pad(rows.values, widths))
 
 
-def _clip_by_global_norm(grads: Any, max_norm: float) -> Any:
-    """All gradients times `min(1, max_norm / their global norm)`."""
-    norm = global_norm(grads)
-    scale = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, max_norm), 1)
-    shrink = lambda v: v * scale.astype(v.dtype)
-    return jax.tree.map(
-        lambda g: g.map(shrink) if is_selected_rows(g) else shrink(g),
-        grads,
-        is_leaf=is_selected_rows,
-    )
+def _of_dense(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`tx` for `(tables, params)`, of which the store updates the tables."""
+
+    def update(grads, state, params):
+        updates, state = tx.update(grads[1], state, params[1])
+        return (grads[0], updates), state
+
+    return optax.GradientTransformation(tx.init, update)  # type: ignore

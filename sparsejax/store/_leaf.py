@@ -142,6 +142,19 @@ class StoredTable(_TreeTable):
         )
 
 
+@jax.tree_util.register_static
+class ListedTable(StoredTable):
+    """A table whose rows are listed, not found: `fun` sees them as a SelectedRows.
+
+    The blocks of `sparsejax.nn` list the ids that they read, as in MXNet Gluon: a
+    forward pass without its pull is an error. So their ids are not traced, and they may
+    read the rows in any way, also by `.rows` and `.values`.
+
+    Args:
+      store, name, shape, dtype: as of `StoredTable`.
+    """
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class CachedRows(_TreeTable):
     """The table of a `CachedTable` in a tree of parameters, from `cache.table`.

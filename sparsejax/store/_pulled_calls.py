@@ -19,11 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import checkify
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.store._leaf import (
     CachedRows,
+    ListedTable,
     is_table,
     put_tables,
     tables_of,
@@ -350,8 +352,10 @@ def with_views(call: str, tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any
     return put_tables(tree, values)
 
 
-def view(call: str, table: Any, values: jax.Array, rows: Rows) -> jax.Array:
+def view(call: str, table: Any, values: Any, rows: Rows) -> Any:
     """A view of the rows of a table, whose values are given."""
+    if isinstance(table, ListedTable):
+        return values
     if isinstance(table, CachedRows):
         found = rows.get(table.name)
         ids, slots = _no_row(table) if found is None else found
@@ -360,9 +364,14 @@ def view(call: str, table: Any, values: jax.Array, rows: Rows) -> jax.Array:
 
 
 def values_of(table: Any, rows: Rows) -> Any:
-    """The array from which the rows of a table are read."""
+    """What is differentiated: the array from which the rows of a table are read.
+
+    For a table whose rows are listed, their SelectedRows.
+    """
     if isinstance(table, CachedRows):
         return table.array
+    if isinstance(table, ListedTable):
+        return rows_of(table, rows)
     return rows_of(table, rows).values
 
 
@@ -456,7 +465,7 @@ def gradient(
     for grad, table in zip(of_values, places):
         if isinstance(table, CachedRows):
             grad = CachedRows(grad, table.cache, table.stored)
-        else:
+        elif not isinstance(table, ListedTable):
             grad = _of_slots(grad, rows_of(table, rows))
         found.append((table.name, grad))
     return value, tuple(grads) if several else grads[0], found
@@ -492,20 +501,31 @@ def put_gradients(tree: Any, found: Sequence[Any]) -> Any:
     return structure.unflatten(next(rest) if is_table(x) else x for x in leaves)
 
 
-def jitted(body: Callable[..., Any], donate: bool = False) -> Callable[..., Any]:
+def jitted(
+    body: Callable[..., Any], donate: bool = False, checked: bool = False
+) -> Callable[..., Any]:
     """Compiles `body(rows, first, rest)`, of trees that `split` cuts.
 
     Returns:
       `f(rows, first, rest)` of pulled rows and two `Part`s. With `donate`, the arrays
-      of `first` are donated.
+      of `first` are donated. With `checked`, it runs under `checkify`, and raises if a
+      check failed.
     """
 
     @functools.partial(
         jax.jit, static_argnums=(0, 1), donate_argnums=(3,) if donate else ()
     )
-    def run(first_static, rest_static, rows, first, rest):
-        return body(rows, first_static.join(first), rest_static.join(rest))
+    def run(first_static, rest_static, *arrays):
+        def on_arrays(rows, first, rest):
+            return body(rows, first_static.join(first), rest_static.join(rest))
 
-    return lambda rows, first, rest: run(
-        first.static, rest.static, rows, first.arrays, rest.arrays
-    )
+        return (checkify.checkify(on_arrays) if checked else on_arrays)(*arrays)
+
+    def call(rows, first, rest):
+        out = run(first.static, rest.static, rows, first.arrays, rest.arrays)
+        if checked:
+            error, out = out
+            error.throw()
+        return out
+
+    return call

@@ -7,12 +7,14 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax._rows import SelectedRows
+from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax.optim import global_norm
 from sparsejax.store._in_flight import call_in_own_thread
 from sparsejax.store._leaf import CachedRows, tables_of
 from sparsejax.store._pulled_calls import (
@@ -45,6 +47,84 @@ class Access(NamedTuple):
     store: Any
     pull: Callable[..., Rows]
     prefetch: Callable[..., Generator[Any]]
+
+
+class RowsStep:
+    """The compiled part of a training step, on rows that are found, and the push.
+
+    `TrainStep` finds the rows that a function reads. A block of `sparsejax.nn` lists
+    them, and `Trainer` pulls them: see `ListedTable`.
+
+    Args:
+      call: for messages.
+      store: of the tables.
+      fun, tx, has_aux, tables, donate: as in `KVStore.train_step`.
+      clip_norm: the largest global norm of all gradients together, or None.
+      checked: True to run under `checkify`; a failed check raises before the push.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        store: Any,
+        fun: Callable[[Any, Any], Any],
+        tx: optax.GradientTransformation,
+        *,
+        has_aux: bool = False,
+        tables: PyTree = False,
+        donate: bool = True,
+        clip_norm: float | None = None,
+        checked: bool = False,
+    ):
+        self._call, self._store, self._fun, self._tx = call, store, fun, tx
+        self._has_aux, self._tables, self._clip_norm = has_aux, tables, clip_norm
+        self._run = jitted(self._compute, donate, checked)
+        self.compilations = 0
+
+    def __call__(
+        self, params: PyTree, opt_state: PyTree, batch: Part, rows: Rows
+    ) -> tuple[Any, Any, Any, Mapping[str, Any]]:
+        """`(params, opt_state, value, grads)`; `push` the gradients then."""
+        return self._run(rows, split(self._call, (params, opt_state)), batch)
+
+    def push(self, grads: Mapping[str, Any]) -> None:
+        """Pushes the gradients of a step, by table."""
+        for name, grad in grads.items():
+            self._store.push(name, grad)
+
+    def _compute(self, rows: Any, first: Any, batch: Any) -> Any:
+        self.compilations += 1  # runs once per compilation
+        params, opt_state = first
+        names = {table.name for table in tables_of(params)}
+        frozen = [name for name in names if not self._store.is_trainable(name)]
+        for table in _caches(params):
+            if table.name in frozen:
+                raise ValueError(
+                    f"{self._call}: table {table.name!r} of a CachedTable was made "
+                    "with tx=None, so it has no optimizer. Make it with the one that "
+                    f"tx applies to it, or put store[{table.name!r}] into params."
+                )
+        arguments = rows, (params, batch), {}, frozen
+        value, grads, found = gradient(
+            self._call, self._fun, 0, self._has_aux, self._tables, *arguments
+        )
+        # For `tx`, tables of the store have no gradient, but tables of a cache do.
+        of_tx, by_table = iter(found), {}
+        places = []
+        for table in tables_of(params):
+            if table.name in frozen:
+                places.append(table)
+                continue
+            name, grad = next(of_tx)
+            is_cached = isinstance(table, CachedRows)
+            places.append(grad if is_cached else table)
+            if not is_cached:
+                by_table.setdefault(name, []).append(grad)
+        grads = put_gradients(grads, places)
+        if self._clip_norm is not None:
+            by_table, grads = _clip((by_table, grads), self._clip_norm)
+        updates, opt_state = self._tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value, by_table
 
 
 class TrainStep:
@@ -94,8 +174,6 @@ class TrainStep:
       MXNet, `gluon.Trainer` with `update_on_kvstore`.
     """
 
-    compilations: int
-
     def __init__(
         self,
         access: Access,
@@ -114,13 +192,18 @@ class TrainStep:
                 "an optax transformation, for example optax.adam(1e-3)",
                 _arguments.kind_of(tx),
             )
-        self._access, self._fun, self._tx = access, fun, tx
-        self._has_aux, self._tables = has_aux, tables
+        donate = _arguments.check_bool(_CALL, "donate", donate)
+        self._access = access
         self._ids = RowIds(_CALL, access.store, fun)
         self._capacities = Capacities(capacity)
-        donate = _arguments.check_bool(_CALL, "donate", donate)
-        self._run = jitted(self._step, donate)
-        self.compilations = 0
+        self._step = RowsStep(
+            _CALL, access.store, fun, tx, has_aux=has_aux, tables=tables, donate=donate
+        )
+
+    @property
+    def compilations(self) -> int:
+        """The number of times that the step was compiled."""
+        return self._step.compilations
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -166,10 +249,8 @@ class TrainStep:
                 ids = found[table.name]
                 params, opt_state, slots = table.cache.prepare(ids, params, opt_state)
                 found[table.name] = ids, slots
-        first = split(_CALL, (params, opt_state))
-        params, opt_state, value, grads = self._run(found, first, rest)
-        for name, grad in grads.items():
-            self._access.store.push(name, grad)
+        params, opt_state, value, grads = self._step(params, opt_state, rest, found)
+        self._step.push(grads)
         return params, opt_state, value
 
     def prefetch(
@@ -267,39 +348,6 @@ class TrainStep:
                 _arguments.kind_of(rows) if found is None else f"{sorted(found)}",
             )
 
-    def _step(self, rows: Any, first: Any, batch: Any) -> Any:
-        self.compilations += 1  # runs once per compilation
-        params, opt_state = first
-        store = self._access.store
-        names = {table.name for table in tables_of(params)}
-        frozen = [name for name in names if not store.is_trainable(name)]
-        for table in _caches(params):
-            if table.name in frozen:
-                raise ValueError(
-                    f"{_CALL}: table {table.name!r} of a CachedTable was made with "
-                    "tx=None, so it has no optimizer. Make it with the one that tx "
-                    f"applies to it, or put store[{table.name!r}] into params."
-                )
-        arguments = rows, (params, batch), {}, frozen
-        value, grads, found = gradient(
-            _CALL, self._fun, 0, self._has_aux, self._tables, *arguments
-        )
-        # For `tx`, tables of the store have no gradient, but tables of a cache do.
-        of_tx, by_table = iter(found), {}
-        places = []
-        for table in tables_of(params):
-            if table.name in frozen:
-                places.append(table)
-                continue
-            name, grad = next(of_tx)
-            is_cached = isinstance(table, CachedRows)
-            places.append(grad if is_cached else table)
-            if not is_cached:
-                by_table.setdefault(name, []).append(grad)
-        grads = put_gradients(grads, places)
-        updates, opt_state = self._tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value, by_table
-
 
 class _Ahead(NamedTuple):
     """A batch ahead: its ids to pull, its rows for caches, and its capacities."""
@@ -322,3 +370,15 @@ def _with_cached(pulled: Generator[Any]) -> Generator[tuple[Any, dict[str, Any]]
 def _caches(params: Any) -> list[CachedRows]:
     """The tables of caches among the parameters."""
     return [table for table in tables_of(params) if isinstance(table, CachedRows)]
+
+
+def _clip(grads: Any, max_norm: float) -> Any:
+    """All gradients times `min(1, max_norm / their global norm)`."""
+    norm = global_norm(grads)
+    scale = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, max_norm), 1)
+    shrink = lambda v: v * scale.astype(v.dtype)
+    return jax.tree.map(
+        lambda g: g.map(shrink) if is_selected_rows(g) else shrink(g),
+        grads,
+        is_leaf=is_selected_rows,
+    )

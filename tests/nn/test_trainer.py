@@ -181,8 +181,52 @@ def test_the_step_does_not_know_how_large_tables_are():
     ids, words, hour = batch["x"]
     batch["x"] = ids, sj.SegmentTensor.from_csr(words), hour
     pulled = {n: made.store.pull(n, i) for n, i in made.row_ids(batch).items()}
+    tables = {name: made._table(name) for name in pulled}
+
+    def step(pulled, params, opt_state, batch):
+        first = (tables, params), opt_state
+        return made._step._compute(pulled, first, batch)
+
     args = pulled, made.params, made.opt_state, batch
-    assert_no_dense(made._step, *args, heights=[big])
+    assert_no_dense(step, *args, heights=[big])
+
+
+def test_a_block_in_the_step_of_the_store():
+    """With `store[name]` as its tables, a block need not list its rows."""
+    one, two = trainer(), trainer()
+    store, block = two.store, two.block
+    params = {"dense": two.params, "tables": {n: store[n] for n in store.names()}}
+    tx = optax.sgd(0.1)
+    step = store.train_step(
+        lambda p, batch: loss_of(block(p["tables"], p["dense"], batch["x"]), batch), tx
+    )
+    state = tx.init(params)
+    for batch in batches(3):
+        ids, words, hour = batch["x"]
+        want = one.step(batch)
+        # As the trainer does, so that the shapes of all batches are the same.
+        padded = two._on_device(batch)["x"][1]
+        batch = {**batch, "x": (ids, padded, hour)}
+        params, state, loss = step(params, state, batch)
+        np.testing.assert_allclose(loss, want, rtol=1e-5)
+    assert step.compilations <= 2
+    assert_trees_close(params["dense"], one.params)
+    for name in store.names():
+        np.testing.assert_allclose(
+            store.pull_all(name), one.store.pull_all(name), rtol=1e-5, atol=1e-7
+        )
+
+
+def test_a_push_that_fails_keeps_the_parameters():
+    """The step donates its arguments, so the results are kept before the push."""
+    made = trainer()
+    (batch,) = batches(1)
+    made.step(batch)
+    real, made.store.push = made.store.push, lambda *args: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        made.step(batch)
+    made.store.push = real
+    assert np.isfinite(made.step(batch))
 
 
 @pytest.mark.usefixtures("eight_devices")
