@@ -74,6 +74,9 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
     """Ids grouped by `ids mod num_parts`, with their original positions.
 
+    It is Caffe2's Partition. It splits ids, where `optax.partition` and
+    `equinox.partition` split a tree of parameters.
+
     Segment p contains the ids with `ids[i] mod num_parts == p`, in their original
     order. The remainder is Python's, never negative: -1 is in the last part.
 

@@ -35,17 +35,26 @@ class HashIds:
       num_buckets: int B, the number of rows of a table, from 2 to 2^31 - 1; or one int
         for each column.
       seed: int; collisions depend on it.
+      names: the names of the columns, in order, or empty. With names, `encode` takes
+        the name of a column, and `read_ids` refuses columns with other names.
 
     Raises:
-      ValueError: `num_buckets` is out of range.
+      TypeError: `names` are not a list of strings.
+      ValueError: `num_buckets` is out of range, `names` has a name twice, or the two
+        have different lengths.
 
     Example:
       >>> import sparsejax as sj
-      >>> encoder = sj.data.HashIds(1000)
-      >>> encoder.encode(0, [b"68fd1e64", b"", b"05db9164", b"68fd1e64"])
+      >>> encoder = sj.data.HashIds([1000, 50], names=["ad", "site"])
+      >>> encoder.encode("ad", ["68fd1e64", "", "05db9164", "68fd1e64"])
       array([184,   0, 633, 184], dtype=int32)
-      >>> encoder.sizes(2)
-      [1000, 1000]
+      >>> encoder.sizes()
+      [1000, 50]
+
+    Without names, a column is its position from 0:
+
+      >>> sj.data.HashIds(1000).encode(0, ["68fd1e64"])
+      array([184], dtype=int32)
 
     References:
       Weinberger et al., 2009, "Feature Hashing for Large Scale Multitask Learning";
@@ -54,6 +63,7 @@ class HashIds:
 
     num_buckets: int | Sequence[int]
     seed: int = 0
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         several = np.ndim(self.num_buckets) > 0
@@ -71,53 +81,87 @@ class HashIds:
                 "Id 0 is for missing words, and ids are int32.",
             )
         seed = _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
-        vars(self).update(num_buckets=sizes if several else sizes[0], seed=seed)
+        names = _as_names(self.names)
+        if names and several and len(names) != len(sizes):
+            raise ValueError(
+                f"sparsejax.data.HashIds: num_buckets has {len(sizes)} entries, but "
+                f"names has {len(names)}. Pass one name for each entry."
+            )
+        buckets = sizes if several else sizes[0]
+        vars(self).update(num_buckets=buckets, seed=seed, names=names)
 
-    def sizes(self, num_columns: int) -> list[int]:
+    def sizes(self, num_columns: int | None = None) -> list[int]:
         """Returns the number of ids of each column, the rows of its table.
 
         Args:
-          num_columns: int, the number of columns.
+          num_columns: int, the number of columns. It may be None if `num_buckets` is a
+            list or if there are names.
 
         Raises:
-          ValueError: `num_buckets` is a list of another length.
+          ValueError: there is another number of columns, or it is not known.
         """
-        if isinstance(self.num_buckets, int):
-            return [self.num_buckets] * num_columns
-        found = list(self.num_buckets)
-        if len(found) != num_columns:
+        own, buckets = self._num_columns(), self.num_buckets
+        if num_columns is None and own is None:
             raise ValueError(
-                f"sparsejax.data.HashIds: num_buckets has {len(found)} entries, but "
+                "sparsejax.data.HashIds.sizes: the number of columns is not known. "
+                "Pass num_columns, or make HashIds with names=."
+            )
+        if None not in (num_columns, own) and num_columns != own:
+            field = "num_buckets" if not isinstance(buckets, int) else "names"
+            raise ValueError(
+                f"sparsejax.data.HashIds: {field} has {own} entries, but "
                 f"there are {num_columns} columns of words."
             )
-        return found
+        count = own if num_columns is None else num_columns
+        return [buckets] * count if isinstance(buckets, int) else list(buckets)
 
-    def encode(self, column: int, words: ColumnLike) -> np.ndarray:
-        """Returns the ids of words, int32 `[n]`.
+    def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
+        """Returns the ids of words, int32 `[n]`; 0 for missing words.
 
         Args:
-          column: int, the position of the column, from 0.
+          column: the column of the words: its name, or its position from 0.
           words: strings, bytes or integers `[n]`: a list, an array, or a column of
             pandas, polars, pyarrow or Hugging Face datasets.
 
         Raises:
-          TypeError: `words` is not a column of strings, bytes or integers, or `column`
-            is not an int.
+          TypeError: `words` is not a column of strings, bytes or integers.
+          ValueError: there is no column of that name.
           IndexError: `column` is out of range.
         """
         call = "sparsejax.data.HashIds.encode"
-        column = _arguments.static_int(
+        place = self._place(call, column)
+        return self._ids_of(place, _arrow.as_column(call, words))
+
+    def _num_columns(self) -> int | None:
+        """Returns the number of columns, or None if it is not known."""
+        if not isinstance(self.num_buckets, int):
+            return len(self.num_buckets)
+        return len(self.names) or None
+
+    def _place(self, call: str, column: int | str) -> int:
+        """Returns the position of a column that is given by name or by position."""
+        own = self._num_columns()
+        if isinstance(column, str):
+            names = list(self.names)
+            if column in names:
+                return names.index(column)
+            known = f"It has {names}" if names else "Its columns have no names"
+            last = "" if own is None else f" to {own - 1}"
+            raise ValueError(
+                f"{call}: this HashIds has no column {column!r}. {known}. Pass a "
+                f"position from 0{last}, or make it with names=."
+            )
+        place = _arguments.static_int(
             call,
             "column",
             column,
-            hint=" HashIds has no names of columns: pass the position.",
+            hint=" Pass the name of a column, or its position from 0.",
         )
-        sizes = self.num_buckets
-        if not isinstance(sizes, int) and column >= len(sizes):
+        if own is not None and place >= own:
             raise IndexError(
-                f"{call}: column {column} is out of range for {len(sizes)} columns."
+                f"{call}: column {place} is out of range for {own} columns."
             )
-        return self._ids_of(column, _arrow.as_column(call, words))
+        return place
 
     def _ids_of(self, column: int, words: _arrow.Column) -> np.ndarray:
         sizes = self.num_buckets
@@ -127,6 +171,19 @@ class HashIds:
 
 
 # ------------------------------------------------------------------ private
+
+
+def _as_names(names: Any) -> tuple[str, ...]:
+    call = "sparsejax.data.HashIds"
+    is_list = isinstance(names, (list, tuple, np.ndarray))
+    if not is_list or not all(isinstance(name, str) for name in names):
+        want = "a list of strings, one for each column"
+        raise _arguments.wrong_type(call, "names", want, _arguments.show(names))
+    found = tuple(map(str, names))
+    for name in found:
+        if found.count(name) > 1:
+            raise ValueError(f"{call}: names has {name!r} twice.")
+    return found
 
 
 def _hash(words: Any, salt: int, size: int) -> np.ndarray:

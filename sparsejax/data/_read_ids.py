@@ -201,13 +201,14 @@ def _encode(
     call, found = selection.call, selection.find(table)
     encoder.sizes(len(found["ids"]))
     names = selection.names(table)
-    known = list(encoder.names) if isinstance(encoder, Vocabulary) else []
+    known = list(encoder.names)
     if known and names and known != names:
+        kind = "vocabulary" if isinstance(encoder, Vocabulary) else "HashIds"
         raise ValueError(
-            f"{call}: the vocabulary is for the columns {known}, but the ids of "
-            f"{table.name} are {names}, in this order. Use the names of the vocabulary "
+            f"{call}: the {kind} is for the columns {known}, but the ids of "
+            f"{table.name} are {names}, in this order. Use the names of the {kind} "
             "in columns=; or, if these are the same columns under other names, pass "
-            "dataclasses.replace(vocabulary, names=())."
+            "dataclasses.replace(encoder, names=())."
         )
     numbers = [*found.get("label", ()), *found.get("numbers", ())]
     first = 0

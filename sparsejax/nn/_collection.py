@@ -28,6 +28,9 @@ class EmbeddingCollection:
     """Named tables, and named features that read them, all in one call.
 
     Tables with the same width, dtype and kind of gradient are stacked in one array.
+    The name of its parameter says what they share: `stack_width16_float32` has the
+    tables of width 16 in float32, `stack_width16_float32_dense` those of them with
+    `sparse_grad=False`.
     Features of one stack are read together if their shapes allow it: single ids (and
     rows that are not reduced) in one gather, bags of equal length in another, ragged
     bags in a third. A model that reads one id from each of 26 tables of equal width
@@ -61,7 +64,7 @@ class EmbeddingCollection:
       ... )
       >>> params = layer.init(jax.random.key(0))
       >>> {name: array.shape for name, array in params.items()}
-      {'float32_4': (109, 4)}
+      {'stack_width4_float32': (109, 4)}
       >>> ids = {
       ...     "user": jnp.array([3, 99]),
       ...     "clicked": sj.SegmentTensor.from_lists([[1, 2, 8], []]),
@@ -131,7 +134,7 @@ class EmbeddingCollection:
           >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2), "c": (9, 3)})
           >>> params = layer.init(jax.random.key(0))
           >>> {name: array.shape for name, array in params.items()}
-          {'float32_2': (12, 2), 'float32_3': (9, 3)}
+          {'stack_width2_float32': (12, 2), 'stack_width3_float32': (9, 3)}
         """
         keys = jax.random.split(
             _arguments.as_key(f"{_CALL}.init", key), len(self.tables)
@@ -188,7 +191,7 @@ class EmbeddingCollection:
           >>> import jax.numpy as jnp, sparsejax as sj
           >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
           >>> layer.row_ids({"a": jnp.array([4]), "b": jnp.array([0, 6, 7])})
-          {'float32_2': Array([ 4,  5, 11, -2], dtype=int32)}
+          {'stack_width2_float32': Array([ 4,  5, 11, -2], dtype=int32)}
         """
         found: dict[str, list[jax.Array]] = {}
         for feature in self._prepare(ids, None):
@@ -207,7 +210,7 @@ class EmbeddingCollection:
         Example:
           >>> import sparsejax as sj
           >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).heights()
-          {'float32_2': (5, 7)}
+          {'stack_width2_float32': (5, 7)}
         """
         return {
             name: tuple(self._layers[table].num_embeddings for table in stack.tables)
@@ -222,7 +225,7 @@ class EmbeddingCollection:
         Example:
           >>> import sparsejax as sj
           >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).place("b")
-          ('float32_2', 5, 12)
+          ('stack_width2_float32', 5, 12)
         """
         place = self._place(table)
         return place.stack, place.start, place.stop
@@ -335,7 +338,7 @@ class EmbeddingCollection:
           >>> import jax.numpy as jnp, sparsejax as sj
           >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
           >>> tables = {"a": jnp.ones((5, 2)), "b": jnp.zeros((7, 2))}
-          >>> layer.stack(tables)["float32_2"].shape
+          >>> layer.stack(tables)["stack_width2_float32"].shape
           (12, 2)
         """
         want = sorted(self._layers)
@@ -369,7 +372,7 @@ class EmbeddingCollection:
         Example:
           >>> import sparsejax as sj
           >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).table_prefix()
-          {'float32_2': True}
+          {'stack_width2_float32': True}
         """
         return {name: stack.sparse_grad for name, stack in self._layout[0].items()}
 

@@ -103,7 +103,7 @@ def arrange(
 
 
 def _stack_name(layer: Any) -> str:
-    name = f"{layer.param_dtype.name}_{layer.features}"
+    name = f"stack_width{layer.features}_{layer.param_dtype.name}"
     return name if layer.sparse_grad else f"{name}_dense"
 
 

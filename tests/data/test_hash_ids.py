@@ -47,3 +47,23 @@ def test_words_of_any_length(monkeypatch):
         monkeypatch.setattr(_hash_ids, "_MAX_CELLS", cells)
         assert sj.data.HashIds(1000).encode(0, words).tolist() == want
     assert sj.data.HashIds(9).encode(0, []).shape == (0,)
+
+
+def test_a_column_is_a_name_or_a_position_as_in_a_vocabulary():
+    words = ["tea", "jam", None]
+    data = {"item": words, "user": [7, 8, 7]}
+    sizes = [50, 1000]
+    named = sj.data.HashIds(sizes, names=["item", "user"])
+    bare = sj.data.HashIds(sizes)
+    for place, name in enumerate(data):
+        want = bare.encode(place, data[name]).tolist()
+        assert named.encode(name, data[name]).tolist() == want
+        assert named.encode(place, data[name]).tolist() == want
+    assert named.sizes() == bare.sizes() == sizes
+    assert sj.data.HashIds(9, names=["a", "b"]).sizes() == [9, 9]
+    want = sj.data.read_ids(data, bare)["ids"].tolist()
+    assert sj.data.read_ids(data, named)["ids"].tolist() == want
+    with pytest.raises(ValueError, match="is for the columns"):
+        sj.data.read_ids({"user": [7], "item": ["tea"]}, named)
+    assert named == sj.data.HashIds(tuple(sizes), names=("item", "user"))
+    assert hash(named) != hash(bare)

@@ -79,9 +79,9 @@ def test_gradients_are_those_of_jax_and_sparse():
     ids = np.random.default_rng(0).integers(0, 300, (16, 2))
     loss = lambda params: jnp.sum(clicks.predict(params, ids, jnp.ones((16, 1)), layer))
     grads = jax.jit(sj.grad(loss))(params)
-    table = grads["tables"]["float32_4"]
+    table = grads["tables"]["stack_width4_float32"]
     assert table.capacity == 32
-    grads["tables"] = {"float32_4": table.to_dense()}
+    grads["tables"] = {"stack_width4_float32": table.to_dense()}
     for found, g in zip(
         *map(jax.tree.leaves, (grads, jax.jit(jax.grad(loss))(params)))
     ):

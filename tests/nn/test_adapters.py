@@ -86,7 +86,7 @@ def test_linen_inside_a_model():
     variables = jax.jit(model.init)(jax.random.key(0), ids, bags)
     shapes = jax.tree.map(jnp.shape, variables["params"])
     assert shapes == {
-        "Layer_0": {f"float32_{D}": (211, D)},
+        "Layer_0": {f"stack_width{D}_float32": (211, D)},
         "bag": {"embedding": (V, D)},
         "Layer_1": {"kernel": (3 * D, 2), "bias": (2,)},
     }
@@ -95,7 +95,7 @@ def test_linen_inside_a_model():
     )
     g = jax.jit(sj.grad(loss))(variables)["params"]
     assert isinstance(g["bag"]["embedding"], sj.SelectedRows)
-    assert isinstance(g["Layer_0"][f"float32_{D}"], sj.SelectedRows)
+    assert isinstance(g["Layer_0"][f"stack_width{D}_float32"], sj.SelectedRows)
     assert isinstance(g["Layer_1"]["kernel"], jax.Array)
     # Drawn from another key, other parameters; a second call of a module shares them.
     other = model.init(jax.random.key(1), ids, bags)["params"]["bag"]["embedding"]

@@ -34,7 +34,7 @@ FEATURES = {
     "shop": "shop",
     "words": "word",
 }
-STACK = f"float32_{D}"
+STACK = f"stack_width{D}_float32"
 HEIGHT = sum((101, 2, 307, 43, 146))
 LAYER = sj.nn.EmbeddingCollection(TABLES, FEATURES)
 
@@ -123,7 +123,7 @@ def test_each_feature_is_read_from_its_own_table():
 @pytest.mark.slow
 def test_an_id_never_reads_the_neighbour():
     layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
-    params = {"float32_2": jnp.arange(24.0).reshape(12, 2)}
+    params = {"stack_width2_float32": jnp.arange(24.0).reshape(12, 2)}
     for ids in (jnp.array([4, 5, 6, -1]), np.array([4, 5, 2**40, -(2**40)])):
         out = layer(params, {"a": ids, "b": ids})
         assert np.isnan(out["a"]).all(axis=1).tolist() == [False, True, True, True]
@@ -199,13 +199,13 @@ def test_groups_of_width_and_type():
     params = layer.init(jax.random.key(0))
     assert {name: x.shape for name, x in params.items()} == {
         "bfloat16_2": (12, 2),
-        "float32_3_dense": (9, 3),
-        "float32_3": (4, 3),
+        "stack_width3_float32_dense": (9, 3),
+        "stack_width3_float32": (4, 3),
     }
     assert layer.table_prefix() == {
         "bfloat16_2": True,
-        "float32_3_dense": False,
-        "float32_3": True,
+        "stack_width3_float32_dense": False,
+        "stack_width3_float32": True,
     }
     ids = {name: jnp.array([[1], [3]]) for name in "abcd"}
     out = layer(params, ids)
@@ -385,7 +385,7 @@ def test_wrong_calls(options, message):
 @pytest.mark.slow
 def test_wrong_parameters():
     params = {STACK: jnp.zeros((HEIGHT, D))}
-    with pytest.raises(TypeError, match=r"keys \['float32_3'\], got keys"):
+    with pytest.raises(TypeError, match=r"keys \['stack_width3_float32'\], got keys"):
         LAYER({"embedding": params[STACK]}, {"user": TWO})
     with pytest.raises(ValueError, match="parameters do not match this layer"):
         LAYER({STACK: jnp.zeros((5, D))}, {"user": TWO})

@@ -30,7 +30,7 @@ def test_all_layers_agree_on_negative_ids(mode, want):
     # In a stack, an id out of range must not be a row of the next table.
     table = sj.nn.Embedding(4, 2, mode=mode, padding_id=2)
     both = sj.nn.EmbeddingCollection({"a": table, "b": (5, 2)}, {"a": "a", "b": "b"})
-    found = both.row_ids({"a": jnp.asarray(IDS)})["float32_2"].tolist()
+    found = both.row_ids({"a": jnp.asarray(IDS)})["stack_width2_float32"].tolist()
     assert found == [-2 if x < -1 or x > 3 else x for x in want]
 
 
@@ -45,7 +45,7 @@ def test_a_collection_of_bags_under_mode_zero():
     bag = sj.nn.EmbeddingBag(4, 2, mode="zero")
     layer = sj.nn.EmbeddingCollection({"a": bag})
     ids = {"a": jnp.array([[3, 4], [-1, 0]])}
-    assert layer.row_ids(ids)["float32_2"].tolist() == [3, -1, -1, 0]
+    assert layer.row_ids(ids)["stack_width2_float32"].tolist() == [3, -1, -1, 0]
 
 
 @pytest.mark.parametrize("mode", ["drop", "fill", "clip", "zero"])

@@ -58,7 +58,7 @@ def collection(table, ids):
     some = ids[:4]
     bags = ids.reshape(4, 4) % 51
     read = {"a": some % 50, "c": some % 7, "b": bags, "d": bags[:, :2]}
-    return jnp.concatenate(list(layer({"float32_4": table}, read).values()))
+    return jnp.concatenate(list(layer({"stack_width4_float32": table}, read).values()))
 
 
 # How models read tables. The result has rows of D numbers.

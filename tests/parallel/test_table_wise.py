@@ -214,11 +214,13 @@ def test_heights_in_another_order():
     (stack,) = layer.init(jax.random.key(0)).values()
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     ids = {name: jnp.arange(16).reshape(8, 2) for name in "abc"}
-    expected = layer({"float32_2": stack}, ids)
+    expected = layer({"stack_width2_float32": stack}, ids)
     for heights, groups in (((30, 50, 20), (0, 1, 2)), ((50, 50), (3, 7))):
         layout = sj.parallel.TableWise(heights, groups, 8)
         held = sj.parallel.shard_rows(stack, mesh, "x", layout=layout)
-        assert_trees_close(layer({"float32_2": held}, ids), expected, rtol=1e-6)
+        assert_trees_close(
+            layer({"stack_width2_float32": held}, ids), expected, rtol=1e-6
+        )
 
 
 def test_means_of_16_bits_do_not_overflow():

@@ -56,6 +56,7 @@ def ema(
 ) -> optax.GradientTransformationExtraArgs:
     """Exponential moving average of the parameters, at the cost of the rows touched.
 
+    It averages parameters; `optax.ema` averages updates.
     Put it last in a chain: updates pass through unchanged, and the weights that they
     give are averaged. With w_t the parameters after step t,
 
