@@ -101,18 +101,18 @@ class HashIds:
           ValueError: there is another number of columns, or it is not known.
         """
         own, buckets = self._num_columns(), self.num_buckets
-        if num_columns is None and own is None:
+        count = own if num_columns is None else num_columns
+        if count is None:
             raise ValueError(
                 "sparsejax.data.HashIds.sizes: the number of columns is not known. "
                 "Pass num_columns, or make HashIds with names=."
             )
-        if None not in (num_columns, own) and num_columns != own:
-            field = "num_buckets" if not isinstance(buckets, int) else "names"
+        if own is not None and count != own:
+            field = "names" if isinstance(buckets, int) else "num_buckets"
             raise ValueError(
                 f"sparsejax.data.HashIds: {field} has {own} entries, but "
                 f"there are {num_columns} columns of words."
             )
-        count = own if num_columns is None else num_columns
         return [buckets] * count if isinstance(buckets, int) else list(buckets)
 
     def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:

@@ -198,12 +198,12 @@ def test_groups_of_width_and_type():
     )
     params = layer.init(jax.random.key(0))
     assert {name: x.shape for name, x in params.items()} == {
-        "bfloat16_2": (12, 2),
+        "stack_width2_bfloat16": (12, 2),
         "stack_width3_float32_dense": (9, 3),
         "stack_width3_float32": (4, 3),
     }
     assert layer.table_prefix() == {
-        "bfloat16_2": True,
+        "stack_width2_bfloat16": True,
         "stack_width3_float32_dense": False,
         "stack_width3_float32": True,
     }
