@@ -81,6 +81,8 @@ copybutton_prompt_is_regexp = True
 
 # ------------------------------------------------------------------ looks
 
+pygments_style = "friendly"  # green and red where a step changes
+
 html_theme = "furo"
 html_title = "sparsejax"
 html_show_sourcelink = False

@@ -364,24 +364,22 @@ def try_export(name: str) -> None:
 
 # How a cell works that is not simply the call of its row.
 HOW = {
-    ("`sj.top_k`", "stack"): "of `table[k]`",
-    ("`sj.top_k`", "quantized"): "of `table.dequantize()`",
-    ("`sj.top_k`", "sharded"): "`sj.parallel.top_k`",
-    ("`sj.top_k`", "store"): "of `store.pull_all(name)`",
-    ("`sj.top_k`", "cached"): "of `store.pull_all(name)`",
-    ("`accumulate(tx, k)`", "stack"): "`stacked=True`",
-    ("checkpoint", "store"): "`store.save`",
-    ("checkpoint", "cached"): "`cache.flush`, then `store.save`",
-    ("checkpoint", "sharded"): "`sj.parallel.save`",
-    ("`rounding(tx, master=True)`", "quantized"): "the loss reads `table.pull(ids)`",
+    ("`sj.top_k`", "stack"): "Search `table[k]`.",
+    ("`sj.top_k`", "quantized"): "Search `table.dequantize()`.",
+    ("`sj.top_k`", "sharded"): "Call `sj.parallel.top_k`.",
+    ("`sj.top_k`", "store"): "Search `store.pull_all(name)`.",
+    ("`sj.top_k`", "cached"): "Search `store.pull_all(name)`.",
+    ("`accumulate(tx, k)`", "stack"): "Pass `stacked=True`.",
+    ("checkpoint", "store"): "Call `store.save`.",
+    ("checkpoint", "cached"): "Call `cache.flush`, then `store.save`.",
+    ("checkpoint", "sharded"): "Call `sj.parallel.save`.",
+    ("`rounding(tx, master=True)`", "quantized"): "The loss reads `table.pull(ids)`.",
 }
 
 HEAD = """\
 # Which table where
 
-This page is made by `python tests/tables_table.py`. Each cell was tried.
-**yes** means that values, gradients or trained weights equal the result of plain JAX
-and optax on a dense array. **no** has the number of the error that the call raises.
+Tables are kept in seven ways. The table below says what works with each of them.
 
 - **array `[V, D]`**: any table that fits on the device.
 - **stack `[K, V, D]`**: K tables of one shape in one parameter. A read is of
@@ -395,6 +393,10 @@ and optax on a dense array. **no** has the number of the error that the call rai
   tables](big_tables.md)).
 - **`CachedTable`**: the same, with the hot rows on the device. A step reads the array
   of slots.
+
+**yes** means that values, gradients or trained weights equal the result of plain JAX
+and optax on a dense array; a number says how. **no** means that the call raises the
+error of that number. A test tries each cell.
 """
 FOOT = """
 `tx` is an optax transformation. `lazy` and `accumulate` were tried with Adagrad,
@@ -436,17 +438,15 @@ def page(cells: dict[tuple[str, str], str]) -> str:
     for row in ROWS:
         shown = []
         for name in KINDS:
-            found = cells[row, name]
-            if found == "yes":
-                how = HOW.get((row, name))
-                shown.append("yes" + (f", {how}" if how else ""))
-                continue
-            found = re.sub(r"\s+", " ", found)
-            if found not in notes:
-                notes.append(found)
-            shown.append(f"no [{notes.index(found) + 1}]")
+            found = re.sub(r"\s+", " ", cells[row, name])
+            works = found == "yes"
+            note = HOW.get((row, name), "") if works else found
+            if note and note not in notes:
+                notes.append(note)
+            number = f" [{notes.index(note) + 1}]" if note else ""
+            shown.append(("yes" if works else "no") + number)
         lines.append(f"| {row} | " + " | ".join(shown) + " |")
-    said = ["", *(f"{k}. `{note}`" for k, note in enumerate(notes, 1))]
+    said = ["", *(f"{k}. {note}" for k, note in enumerate(notes, 1))]
     return HEAD + "\n".join(lines + said) + "\n" + FOOT
 
 

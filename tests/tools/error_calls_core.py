@@ -199,6 +199,7 @@ sj.nn.Dense(2, use_bias=False)({"kernel": small}, jnp.ones((1, 4)))
 sj.nn.tables({"t": small})
 
 sj.optim.lazy(optax.sgd(0.1)).init({"t": small})
+sj.optim.exact(optax.sgd(0.1)).init({"t": small})
 
 tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), jax.random.key(0))
 tx.update(table, tx.init(small), small)

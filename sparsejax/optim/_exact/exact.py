@@ -186,6 +186,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
         checks.check_no_pulled_table(CALL, params)
+        checks.check_not_quantized(CALL, params)
         leaves, _, plan = planned(params)
         inner = tx.init(params)
         # Two arrays, not one twice: a buffer cannot be donated twice.

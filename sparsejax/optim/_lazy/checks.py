@@ -91,8 +91,8 @@ def check_not_quantized(call: str, params: Any) -> None:
             where = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(
                 f"{call}: {where} is a QuantizedTable, whose rows must be rounded to "
-                "their codes after each update. Wrap the optimizer: "
-                "sparsejax.optim.rounding(tx, key)."
+                "their codes after each update. Use "
+                "sparsejax.optim.rounding(sparsejax.optim.lazy(tx), key)."
             )
 
 
