@@ -66,7 +66,7 @@ notebooks: $(VENV)/.installed-notebooks  ## run the notebooks, keep what they sh
 bench: $(VENV)/.installed-bench  ## python -m benchmarks
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-race: $(VENV)/.installed-bench  ## an example against a program people use: NAME=gensim
+race: $(VENV)/.installed-bench $(VENV)/.installed-data  ## an example against a program people use: NAME=gensim
 	@$(BIN)/python -m benchmarks races $(NAME) $(ARGS)
 
 dist: $(VENV)/.installed-dist  ## build a wheel and an sdist, and try them in a fresh environment

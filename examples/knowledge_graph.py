@@ -104,6 +104,7 @@ def main(argv=None):
     parser.add_argument("--negatives", type=int, default=1024, help="of a step")
     parser.add_argument("--lr", type=float, default=0.1, help="of Adagrad")
     parser.add_argument("--n3", type=float, default=3e-3, help="weight of the cubes")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     sj.cpu.keep_freed_pages()
     entities, relations, (train, valid, test) = read_graph(args.folder)
@@ -120,14 +121,15 @@ def main(argv=None):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, value
 
-    keys = jax.random.split(jax.random.key(0), 3)
+    keys = jax.random.split(jax.random.key(args.seed), 3)
     params = {
         "entity": 0.1 * jax.random.normal(keys[0], (entities, args.dim)),
         "relation": 0.1 * jax.random.normal(keys[1], (relations, args.dim)),
     }
     opt_state, number = tx.init(params), 0
     dataset = sj.data.ArrayDataset(train)
-    loader = sj.data.DataLoader(dataset, args.batch, shuffle=True, drop_remainder=True)
+    how = {"shuffle": True, "seed": args.seed, "drop_remainder": True}
+    loader = sj.data.DataLoader(dataset, args.batch, **how)
     for epoch in range(1, args.epochs + 1):
         began, losses = time.perf_counter(), []
         for triples in loader:

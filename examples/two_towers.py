@@ -72,6 +72,8 @@ def main(argv=None):
     parser.add_argument("--basket", nargs=1, default=[], help="column of the basket")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")
+    parser.add_argument("--lr", type=float, default=3e-3, help="of Adam")
+    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     sj.cpu.keep_freed_pages()
     user, item = args.user.split(","), args.item.split(",")
@@ -83,7 +85,7 @@ def main(argv=None):
     of_user, of_item = [*user, "history"], [*item, *args.text]
     user_tower = partial(tower, names=of_user, dense="user tower")
     item_tower = partial(tower, names=of_item, dense="item tower")
-    tx = sj.optim.lazy(optax.adam(3e-3))
+    tx = sj.optim.lazy(optax.adam(args.lr))
     print(f"{sizes[user[0]]:,} users, {sizes[item[0]]:,} items, {len(lines):,} lines")
 
     def loss_fn(params, batch, popularity):
@@ -126,7 +128,7 @@ def main(argv=None):
     counts = np.bincount(items[past], None, sizes[item[0]])
     ranked = np.argsort(-counts)[:1000].tolist()
     popular = recall([[i for i in ranked if i not in bought[u]][:K] for u in asked])
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(args.seed)
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
     tables = {x: sizes.get(x, sizes[item[0]]) for x in (*of_user, *of_item)}
     dense = lambda: (0.1 * normal(args.dim, 128), 0.01 * normal(128, args.dim))
@@ -135,7 +137,8 @@ def main(argv=None):
     opt_state = tx.init(params)
     popularity = sj.losses.NegativeSampler.from_counts(counts, power=1.0)
     dataset = sj.data.ArrayDataset({name: data[name][past] for name in tables})
-    loader = sj.data.DataLoader(dataset, 512, shuffle=True, drop_remainder=True)
+    how = {"shuffle": True, "seed": args.seed, "drop_remainder": True}
+    loader = sj.data.DataLoader(dataset, 512, **how)
     for epoch in range(1, args.epochs + 1):
         began, losses = time.perf_counter(), []
         for batch in loader:
@@ -143,7 +146,7 @@ def main(argv=None):
             losses.append(loss)
         loss, spent = np.mean(losses), time.perf_counter() - began
         found = recall(retrieve(params, queries, candidates, seen).tolist())
-        print(f"epoch {epoch}: loss {loss:.3f}, recall@{K} {found:.3f}, {spent:.1f} s")
+        print(f"epoch {epoch}: loss {loss:.3f}, recall@{K} {found:.3f}, {spent:.2f} s")
     print(f"Recall@{K} of new items {found:.3f}, of popularity {popular:.3f}")
 
 

@@ -12,7 +12,7 @@ from benchmarks.races import common
 
 
 TITLE = "Races an example against a program people use."
-NAMES = ("gensim",)
+NAMES = "gensim", "implicit", "lightfm", "pykeen"
 
 
 def setting(text):
@@ -24,7 +24,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="races", description=TITLE)
     parser.add_argument("name", nargs="?", choices=NAMES)
     parser.add_argument("--data", help="which data, or a file; the race's page says")
-    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--epochs", type=int, nargs=2, help="of ours and peer")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lr", type=float, nargs=2, help="of ours and peer; no tuning")
@@ -40,7 +40,6 @@ def main(argv=None):
     if args.side:
         module.ours(json.loads(args.side))
         return 0
-    args.epochs = args.epochs or module.EPOCHS
     args.data = args.data or module.DATA[0]
     return common.race(args.name, args)
 

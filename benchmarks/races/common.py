@@ -3,21 +3,27 @@
 A race is a module of this package with these names:
 
   PEER, VERSION_OF   what pip installs for the peer; the package of its version
+  ALONE              packages that are installed without those that they need
+  EXAMPLE            the file of our side in `examples/`, as it stands there
   UNIT, SCORE        what is counted; the name of the score, of which more is better
-  LR, GRID           the default learning rate of each side; both try its multiples
-  EPOCHS             of the data
-  prepare(data, args, peer)   writes the data of the race into a folder, once
-  ours(task)         our side: an example, as it stands in `examples/`
-  score(data, file)  what the file of a point scores; not needed if points have scores
+  DATA, SETTINGS     the names of data, of which the first is the default; what else
+                     a side is told
+  LR, EPOCHS         the learning rate that each side has by default; epochs of each
+  prepare(folder, data, peer)   writes the data into a folder, once; `peer` is a Python
+  ours(task)         our side, in a process of its own
+  score(data, part, file, end)  the score and the loss of the file of a point; `end`
+                                is true for the last one
 
 The peer's side is `NAME_peer.py`, which runs in the peer's environment and imports
 nothing of ours. Each side runs in a fresh process with the task as JSON: `data`, `out`,
 `seed`, `lr`, `epochs`, `threads` and the race's own settings. After each epoch it
 prints a point, a line of JSON: `seconds` of training so far, compilation included and
-scoring not; `samples` so far; and `valid`, `score`, `loss`, or `file` for `score(...)`.
+scoring not; `samples` so far; `score` and `loss`, or `file` for `score(...)`. If the
+score of an epoch is of few data, the last point also has `test`, for the table.
 
-Both sides are tuned alike: one run for each learning rate, with a seed of its own; the
-best `valid` at the last epoch wins. `score` is of test data that no choice has seen.
+Both sides are tuned alike: with the part "valid" of the data, a run for each learning
+rate, which is a third, once or three times the default of the side. The best score at
+the last epoch wins. The races are on the part "test", which no choice has seen.
 """
 
 import importlib
@@ -34,7 +40,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).parents[2]
 BUILD = ROOT / "build" / "races"
 SIDES = "ours", "peer"
-MULTIPLES = 0.5, 1, 2  # of a side's default learning rate
+MULTIPLES = 1 / 3, 1, 3  # of a side's default learning rate
 TUNING_SEED = 100
 
 
@@ -55,6 +61,8 @@ def environment(name, race):
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, *race.PEER], check=True)
+        for package in getattr(race, "ALONE", ()):
+            subprocess.run([*pip, "--no-deps", package], check=True)
         mark.write_text(repr(race.PEER))
     return python
 
@@ -91,14 +99,21 @@ def run_side(side, name, race, python, task):
     for point in points:
         if "file" in point:
             file = pathlib.Path(point.pop("file"))
-            scores = race.score(task["data"], file)
+            end = point is points[-1]
+            scores = race.score(task["data"], task["part"], file, end)
             point |= {name: float(x) for name, x in scores.items()}
             file.unlink()
     return points
 
 
+def tell(seconds, samples, **point):
+    """Prints a point of the curve."""
+    line = {"seconds": seconds, "samples": samples, **point}
+    print(json.dumps(line), flush=True)
+
+
 class Clock:
-    """Seconds of training: time inside `pause()` is not counted."""
+    """Seconds of training: time inside `with clock:` is not counted."""
 
     def __init__(self):
         self._began, self._paused = time.perf_counter(), 0.0
@@ -107,9 +122,7 @@ class Clock:
         return time.perf_counter() - self._began - self._paused
 
     def point(self, samples, **point):
-        """Prints a point of the curve."""
-        line = {"seconds": self.seconds(), "samples": samples, **point}
-        print(json.dumps(line), flush=True)
+        tell(self.seconds(), samples, **point)
 
     def __enter__(self):
         self._stopped = time.perf_counter()
@@ -119,8 +132,8 @@ class Clock:
 
 
 def tuned(curves):
-    """The learning rate whose run has the best validation score at the end."""
-    return max(curves, key=lambda lr: curves[lr][-1]["valid"])
+    """The learning rate whose run has the best score at the end."""
+    return max(curves, key=lambda lr: curves[lr][-1]["score"])
 
 
 def seconds_to(target, points):
@@ -156,7 +169,7 @@ def table(race, runs, versions, rates):
                 spread([end["samples"] / end["seconds"] for end in ends], 0),
                 spread([seconds_to(target, points) for points in runs[side]], 1),
                 spread([end["seconds"] for end in ends], 1),
-                spread([end["score"] for end in ends], 4),
+                spread([end.get("test", end["score"]) for end in ends], 4),
                 spread(losses, 4),
             ]
         )
@@ -174,25 +187,25 @@ def race(name, args):
         module.prepare(data, args.data, python)
         (data / ".made").touch()
     settings = module.SETTINGS | dict(args.set)
-    common = {"data": str(data), "epochs": args.epochs, "threads": args.threads}
-    run = lambda side, seed, lr: run_side(
-        side,
-        name,
-        module,
-        python,
-        {**settings, **common, "seed": seed, "lr": lr, "out": str(data / "out")},
-    )
+    epochs = dict(zip(SIDES, args.epochs or module.EPOCHS.values()))
+    common = {"data": str(data), "out": str(data / "out"), "threads": args.threads}
+
+    def run(side, part, seed, lr):
+        task = {**settings, **common, "part": part, "seed": seed, "lr": lr}
+        task["epochs"] = epochs[side]
+        return run_side(side, name, module, python, task)
+
     rates = dict(zip(SIDES, args.lr or ()))
     for side in SIDES[len(rates) :]:
         grid = [multiple * module.LR[side] for multiple in MULTIPLES]
-        curves = {lr: run(side, TUNING_SEED, lr) for lr in grid}
+        curves = {lr: run(side, "valid", TUNING_SEED, lr) for lr in grid}
         rates[side] = tuned(curves)
-        valid = {lr: round(points[-1]["valid"], 4) for lr, points in curves.items()}
+        valid = {lr: round(points[-1]["score"], 4) for lr, points in curves.items()}
         print(f"{side}: {module.SCORE} on validation data by rate: {valid}", flush=True)
     runs = {side: [] for side in SIDES}
     for seed in range(args.seeds):
         for side in SIDES if seed % 2 else SIDES[::-1]:
-            points = run(side, seed, rates[side])
+            points = run(side, "test", seed, rates[side])
             runs[side].append(points)
             curve = [(round(p["seconds"], 1), round(p["score"], 4)) for p in points]
             print(f"{side}, seed {seed}: {curve}", flush=True)
@@ -200,7 +213,7 @@ def race(name, args):
     of_peer = version_of(python, module.VERSION_OF)
     versions = {"ours": f"{own}, jax {jax}", "peer": of_peer}
     load = os.getloadavg()[1]
-    told = {**settings, "data": args.data, "epochs": args.epochs}
+    told = {**settings, "data": args.data, "epochs": epochs}
     print(f"{told}, {args.threads} threads, {args.seeds} seeds, load {load:.1f}")
     print(table(module, runs, versions, rates))
     return 0

@@ -9,7 +9,13 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks.races import __main__ as races, common, gensim  # noqa: E402
+from benchmarks.races import (  # noqa: E402
+    __main__ as races,
+    common,
+    gensim,
+    implicit,
+    pykeen,
+)
 from examples import word2vec  # noqa: E402
 
 
@@ -45,7 +51,7 @@ def test_the_table():
 
 
 def test_the_best_validation_score_at_the_end_wins():
-    curves = {0.1: [{"valid": 0.9}, {"valid": 0.2}], 0.2: [{"valid": 0.3}]}
+    curves = {0.1: [{"score": 0.9}, {"score": 0.2}], 0.2: [{"score": 0.3}]}
     assert common.tuned(curves) == 0.2
 
 
@@ -75,10 +81,53 @@ def test_gensim(tmp_path, capsys, monkeypatch):
     points = points_of(capsys.readouterr().out)
     assert [point["samples"] for point in points] == [6000, 12000]
     assert 0 < points[0]["seconds"] < points[1]["seconds"]
-    scores = [gensim.score(tmp_path, point["file"]) for point in points]
+    parts = zip(("valid", "test"), points)
+    scores = [gensim.score(tmp_path, part, x["file"], False) for part, x in parts]
     assert scores[1]["loss"] < scores[0]["loss"] < 6 * np.log(2)
-    assert scores[1]["score"] > 0.5 and scores[1]["valid"] > 0.5
+    assert scores[1]["score"] > 0.5 and scores[0]["score"] > 0
 
 
 def test_ranks_share_the_mean_of_equal_values():
     np.testing.assert_array_equal(gensim.ranks([3, 1, 3, 0]), [2.5, 1, 2.5, 0])
+
+
+def test_implicit_scores_the_new_items_of_the_last_basket(tmp_path, monkeypatch):
+    lines = {
+        "user": np.array([*"aababbbaac"]),
+        "basket": np.array([1, 1, 2, 3, 2, 4, 4, 3, 3, 5]),
+        "item": np.array([0, 1, 2, 1, 4, 0, 5, 0, 6, 7]),
+    }
+    implicit.write(tmp_path, "test", lines)
+    made = np.load(tmp_path / "test.npz")
+    assert made["past"].tolist() == [[0, 0], [0, 1], [1, 2], [1, 3]]  # 4 is the 3rd
+    # In their last baskets a has 0 and 1 again. c has one basket only, thus no past.
+    assert made["wanted"].tolist() == [[0, 5], [1, 0], [1, 4]]
+    assert (tmp_path / "test.csv").read_text().startswith("user,basket,item\na,1,0\n")
+    vectors = np.zeros((7, 3))
+    vectors[[0, 1, 5], 0] = 3.0, 2.0, 1.0  # 0 and 1 were had before
+    vectors[[4, 0], 1] = 2.0, 1.0
+    np.savez(tmp_path / "1.npz", users=np.eye(3), items=vectors)
+    for k, want in ((1, 2 / 3), (2, 1.0)):
+        monkeypatch.setattr(implicit, "K", k)
+        found = implicit.score(tmp_path, "test", tmp_path / "1.npz", True)
+        assert found == {"score": pytest.approx(want)}
+
+
+@pytest.mark.parametrize("model", ["complex", "distmult"])
+def test_pykeen_scores_both_ways_round(model):
+    rng = np.random.default_rng(0)
+    draw = lambda n: (
+        rng.normal(size=(n, 3)) + (model == "complex") * 1j * rng.normal(size=(n, 3))
+    )
+    entity, relation = draw(5), draw(2)
+    value = lambda h, r, t: np.sum(entity[h] * relation[r] * entity[t].conj()).real
+    forth, back = pykeen.score_all(
+        entity, relation, False, np.array([[3, 1, 0], [3, 2 + 1, 0]])
+    )
+    np.testing.assert_allclose(forth[1:], [value(3, 1, t) for t in range(5)])
+    np.testing.assert_allclose(back[1:], [value(h, 1, 3) for h in range(5)])
+    doubled = np.stack([relation, relation.conj()], 1).reshape(4, 3)
+    given = np.array([[3, 1, 0], [3, 2 + 1, 0]])
+    np.testing.assert_allclose(
+        pykeen.score_all(entity, doubled, True, given), [forth, back]
+    )
