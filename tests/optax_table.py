@@ -29,21 +29,19 @@ HEAD = """\
 This page is made by `python tests/optax_table.py` (optax {version}). A test makes it
 again and compares.
 
-**exact**: `lazy(tx)` trains as `tx` does with dense gradients. A row whose gradient is
-zero would not have moved (`sj.optim.is_lazy_exact`).
+**exact**: `lazy(tx)` gives the result of `tx` on dense gradients
+(`sj.optim.is_lazy_exact`).
 
-**lazy**: rows that a gradient names are stepped as `tx` steps them. Other rows keep
-what the last column names, which the dense run would have moved: it goes on by
-momentum, decays weights, or lets moments fade. TensorFlow's LazyAdam and PyTorch's
+**lazy**: `tx` updates the rows of the gradient. The other rows keep what the last
+column lists, which dense training would change. TensorFlow's LazyAdam and PyTorch's
 SparseAdam are lazy in the same way.
 
-**refused**: `lazy(tx).init(params)` raises, and names the part that is to blame
+**refused**: `lazy(tx).init(params)` raises an error that names the part
 (`sj.optim.is_row_separable`). "Dense leaves only" means
 `lazy(optax.partition({{"table": optax.adam(1e-3), "dense": tx}}, labels))`.
 
-Each is judged with its default arguments, or such as optax's documentation gives.
-Schedules, and all counts, belong to no row: they advance at every step and take nothing
-away from exactness. Momentum or weight decay given to an exact one makes it lazy.
+The table has default arguments, or those of optax's documentation. Schedules and counts
+advance at every step. Momentum or weight decay makes an exact optimizer lazy.
 """
 
 COLUMNS = """

@@ -2,7 +2,8 @@
 
 A block fenced as `python` is executed, and one fenced as `diff` as it is after the
 change. One fenced as `pycon` is a session: the output
-is compared with the output on the page. Others (`sh`, `text`) are shown only. A
+is compared with the output on the page. Others (`sh`, `text`, and `py` for a
+script of its own) are shown only. A
 block that imports a package of `OPTIONAL` runs where that is installed, and only such
 blocks may depend on it.
 """

@@ -23,11 +23,9 @@ TESTED_ELSEWHERE = {
     "click_data.md",
     "knowledge_graph.md",
     "pretrained_vectors.md",
-    "restart_after_failure.md",
     "scaling.md",
     "tensorflow.md",
     "torch.md",
-    "tour.md",
     "tutorial.md",
 }
 
@@ -170,43 +168,6 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.usefixtures("eight_devices")
-@pytest.mark.slow
-def test_the_code_of_the_tour_runs(tmp_path, monkeypatch):
-    """The test makes the reader's own models, batches and files."""
-    monkeypatch.chdir(tmp_path)
-    rng = np.random.default_rng(0)
-    x = scipy.sparse.random(512, 126, 0.2, "csr", np.float32, rng)
-    y = rng.integers(0, 2, 512)
-    ids = rng.integers(0, 1_000, (3, 4, 5))
-    table = jnp.ones((1_000, 8))
-    model = lambda rows, batch: jnp.mean(rows**2)
-    found = pages.run_page(
-        pages.DOCS / "tour.md",
-        x=x,
-        y=y,
-        step=jax.jit(
-            sj.value_and_grad(lambda p, b: jnp.mean(sj.lookup(p["items"], b["ids"])))
-        ),
-        batches=[{"ids": x} for x in ids],
-        table=table,
-        model=model,
-        padded_ids=jnp.array([[1, 2], [3, -1]]),
-        w=jnp.ones((2, 2)),
-        edge_scores=jnp.ones(6),
-        receivers=jnp.array([0, 0, 1, 2, 2, 2]),
-        num_nodes=3,
-    )
-    assert found["grads"]["items"].height == 20_000_000
-    found["store"].close()
-    params = {"items": found["params"]["items"]}
-    batch = {"ids": jnp.asarray(ids[0])}
-    grads = jax.jit(sj.grad(found["loss_fn"]))(params, batch)["items"]
-    expected = jax.grad(lambda t: model(t[ids[0]], None))(table)
-    np.testing.assert_allclose(grads.to_dense(), expected, rtol=1e-6)
-
-
 def _public_names():
     """The public objects of the packages, by their names in the reference."""
     packages = [sj, *(getattr(sj, name) for name in PACKAGES)]

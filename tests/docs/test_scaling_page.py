@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
 import scaling_page as page
-from helpers import assert_same_bits, run_python
+from helpers import run_python
 from sparsejax import _compat
 
 
@@ -77,19 +76,13 @@ def test_gradients_of_two_batches_are_added():
 # ------------------------------------------------------------------ many hosts
 
 
-def test_the_program_for_many_hosts(tmp_path, monkeypatch):
-    """On one host; tests/parallel/test_hosts.py has two. Started again it goes on."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
-    (program,) = [code for code in BLOCKS if "jax.distributed.initialize" in code]
-    first = run_block(program, "train")
-    with ocp.CheckpointManager(tmp_path / "checkpoints") as manager:
-        assert list(manager.all_steps()) == [10, 20, 30]
-    again = run_block(program, "train")
-    assert first["step"] == again["step"] == 32
-    assert first["loss"] == again["loss"]
-    for a, b in zip(*(jax.tree.leaves(run["params"]) for run in (first, again))):
-        assert_same_bits(a, b)
+def test_a_table_is_made_from_a_function_of_ids():
+    """tests/parallel/test_restart.py runs the program that the page names."""
+    mesh, made = [x for x in BLOCKS if "accumulated_step" in x or "first_rows" in x]
+    found = run_block(f"{mesh}\n{made}", "made")
+    expected = found["first_rows"](np.arange(0, 10_007, jax.device_count()))
+    table = np.asarray(found["table"].to_dense())
+    np.testing.assert_array_equal(table[:: jax.device_count()], expected)
 
 
 # ------------------------------------------------------------------ the paper plan

@@ -1,4 +1,4 @@
-"""The scripts of docs/howto/restart_after_failure.md: a host dies, the run goes on.
+"""The scripts of docs/howto/checkpoint_and_resume.md: a host dies, the run goes on.
 
 Two processes train. One is killed together with its supervisor; the other ends by
 itself, prints the checkpoint that it restarts from, and the dead one is started again.
@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="kills process groups"),
 ]
 
-PAGE = pages.DOCS / "howto" / "restart_after_failure.md"
+PAGE = pages.DOCS / "howto" / "checkpoint_and_resume.md"
 TIMEOUT = 240  # seconds; it takes about 25
 MOST = 15  # seconds until the others end: 5 to 11 alone, 97 without the setting
 
@@ -120,13 +120,13 @@ def _run_here(code, directory, monkeypatch):
 
 def _scripts():
     """The script for a sharded table, and the script for a store."""
-    parts = [b.code for b in pages.blocks(PAGE) if b.language == "python"]
-    supervisor, sharded, latest_step, stored = parts
+    parts = [b.code for b in pages.blocks(PAGE) if b.language == "py"]
+    supervisor, setup, sharded, end, latest_step, stored = parts
     other = re.sub(
         r"def latest_step.*?\n\n\n", latest_step + "\n\n", supervisor, flags=re.S
     )
     assert other.count("def latest_step") == 1 and "def supervise" in other
-    return supervisor + sharded, other + stored
+    return supervisor + setup + sharded + end, other + setup + stored + end
 
 
 def _let_a_host_die(code, tmp_path, latest_step):
