@@ -3,10 +3,9 @@
     python examples/clicks.py --rows 1000000
     python examples/clicks.py --file clicks.parquet --words site,device --numbers age
 
-Without --file it makes clicks from a stated model, a factorization machine on columns
-of words, and writes them as Parquet. No model has a better AUC than the probabilities
-of that model. The last tenth of the rows is held out. Cross layers multiply the vectors
-of the columns, dense layers follow (Wang et al., 2021).
+Without --file it makes clicks by a factorization machine on columns of words, as
+Parquet; no model has a better AUC than its probabilities. The last tenth of the rows is
+held out. Cross layers multiply the columns, dense ones follow (Wang et al., 2021).
 """
 
 import argparse
@@ -102,11 +101,12 @@ def main(argv=None):
     parser.add_argument("--numbers", default="number", help="columns, comma separated")
     parser.add_argument("--words", default=",".join(WORDS), help="columns")
     parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--lr", type=float, default=0.01, help="of Adam")
+    parser.add_argument("--seed", type=int, default=0, help="of the first weights")
     parser.add_argument("--out", default="clicks-model", help="a folder to write")
     args = parser.parse_args(argv)
     sj.cpu.keep_freed_pages()
-    folder = pathlib.Path(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder := pathlib.Path(args.out)).mkdir(parents=True, exist_ok=True)
     path = args.file or folder / "clicks.parquet"
     if not args.file:
         logits = make_clicks(path, args.rows, np.random.default_rng(0))
@@ -120,7 +120,7 @@ def main(argv=None):
     dataset = sj.data.ArrayDataset({name: x[:cut] for name, x in data.items()})
     print(f"{len(data['label']):,} rows, {sum(vocabulary.sizes()):,} words")
     tables = {name: (vocabulary.size(name), DIM) for name in words}
-    layer, tx = sj.nn.EmbeddingCollection(tables), sj.optim.lazy(optax.adam(0.01))
+    layer, tx = sj.nn.EmbeddingCollection(tables), sj.optim.lazy(optax.adam(args.lr))
 
     def loss_fn(params, batch):
         score = predict(params, batch["ids"], batch["numbers"], layer)
@@ -132,7 +132,7 @@ def main(argv=None):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = init(jax.random.key(0), layer, len(words) * DIM + len(numbers))
+    params = init(jax.random.key(args.seed), layer, len(words) * DIM + len(numbers))
     opt_state, losses, began = tx.init(params), [], time.perf_counter()
     loader = sj.data.DataLoader(dataset, 1024, shuffle=True, drop_remainder=True)
     for batch in itertools.chain.from_iterable([loader] * args.epochs):

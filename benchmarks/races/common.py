@@ -30,6 +30,7 @@ import importlib
 import json
 import os
 import pathlib
+import resource
 import subprocess
 import sys
 import time
@@ -73,7 +74,11 @@ def version_of(python, package):
 
 
 def run_side(side, name, race, python, task):
-    """Runs a side in a fresh process; returns its points."""
+    """Runs a side in a fresh process; returns its points.
+
+    The last point has `cpu`: the seconds on all cores of the whole process, reading and
+    saving included. Where other programs run they say more than the clock.
+    """
     threads = str(task["threads"])
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"
     env = {**os.environ, **dict.fromkeys(names, threads), "OPENBLAS_NUM_THREADS": "1"}
@@ -85,6 +90,7 @@ def run_side(side, name, race, python, task):
         command = [sys.executable, "-m", "benchmarks.races", name, "--side"]
     pathlib.Path(task["out"]).mkdir(parents=True, exist_ok=True)
     cores = sorted(os.sched_getaffinity(0))[: task["threads"]]
+    before = cpu_seconds()
     run = subprocess.run(
         [*command, json.dumps(task)],
         env=env,
@@ -93,6 +99,7 @@ def run_side(side, name, race, python, task):
         text=True,
         preexec_fn=lambda: os.sched_setaffinity(0, cores),
     )
+    cpu = cpu_seconds() - before
     points = [json.loads(x) for x in run.stdout.splitlines() if x.startswith("{")]
     if run.returncode or not points:
         sys.exit(f"races: {side} of {name} failed.\n{run.stdout[-2000:]}{run.stderr}")
@@ -103,7 +110,14 @@ def run_side(side, name, race, python, task):
             scores = race.score(task["data"], task["part"], file, end)
             point |= {name: float(x) for name, x in scores.items()}
             file.unlink()
+    points[-1]["cpu"] = cpu
     return points
+
+
+def cpu_seconds():
+    """The seconds that all processes of ours that have ended spent on cores."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def tell(seconds, samples, **point):
@@ -157,7 +171,7 @@ def table(race, runs, versions, rates):
     """One line a side: speed, seconds to the peer's final score, score, loss."""
     target = float(np.median([points[-1]["score"] for points in runs["peer"]]))
     heads = ["side", "version", "lr", f"{race.UNIT}/s", f"seconds to {target:.4f}"]
-    lines = [[*heads, "seconds", race.SCORE, "loss"]]
+    lines = [[*heads, "seconds", "CPU seconds", race.SCORE, "loss"]]
     for side in SIDES:
         ends = [points[-1] for points in runs[side]]
         losses = [end["loss"] for end in ends if end.get("loss") is not None]
@@ -169,6 +183,7 @@ def table(race, runs, versions, rates):
                 spread([end["samples"] / end["seconds"] for end in ends], 0),
                 spread([seconds_to(target, points) for points in runs[side]], 1),
                 spread([end["seconds"] for end in ends], 1),
+                spread([end["cpu"] for end in ends], 1),
                 spread([end.get("test", end["score"]) for end in ends], 4),
                 spread(losses, 4),
             ]

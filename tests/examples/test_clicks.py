@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 import sparsejax as sj
+from benchmarks.races import fuxictr
 from examples import clicks
 
 
@@ -38,6 +39,7 @@ def test_clicks_are_predicted_and_served(tmp_path, capsys, monkeypatch):
     clicks.main([*options, "--words", words])
     out = capsys.readouterr().out
     assert re.match(r"100,000 rows, 1,1\d\d words\nstep 50: loss 0", out)
+    assert [x[0] for x in re.findall(fuxictr.LINE, out)] == ["50", "100", "150"]
     found, small, best = map(float, re.findall(r"AUC (0\.\d+)", out))
     assert best - 0.03 < found < best + 0.005 and abs(small - found) < 0.002
     ran = subprocess.run(
