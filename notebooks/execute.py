@@ -7,6 +7,7 @@ import os
 import pathlib
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator
 
 import nbclient
 import nbformat
@@ -17,30 +18,45 @@ SECONDS_PER_CELL = 180
 
 
 def execute(
-    path: pathlib.Path, folder: str, xla_flags: str = ""
-) -> nbformat.NotebookNode:
-    """The notebook at `path`, run in `folder` by this Python, from its first cell on.
+    paths: Iterable[pathlib.Path], folder: str, xla_flags: str = ""
+) -> Iterator[nbformat.NotebookNode]:
+    """The notebooks at `paths`, run in `folder` by this Python, from the first cell on.
+
+    All run in one kernel, which imports JAX once. Each begins without names.
 
     Args:
-      path: of the notebook.
-      folder: where it runs.
-      xla_flags: what its kernel has for XLA_FLAGS; by default nothing, as a reader's.
+      paths: of the notebooks.
+      folder: where they run.
+      xla_flags: what the kernel has for XLA_FLAGS; by default nothing, as a reader's.
 
     Raises:
       nbclient.exceptions.CellExecutionError: a cell raised; its traceback is shown.
     """
-    notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
-        notebook,
+        nbformat.v4.new_notebook(),
         timeout=SECONDS_PER_CELL,
         kernel_name="python3",
         resources={"metadata": {"path": folder}},
         record_timing=False,
+        coalesce_streams=True,
     )
-    client.execute(env=_environment(xla_flags))
-    # Of the kernel only what does not change with the machine.
-    notebook.metadata["language_info"] = {"name": "python"}
-    return notebook
+    with client.setup_kernel(env=_environment(xla_flags)):
+        for path in paths:
+            client.nb = notebook = nbformat.read(path, as_version=4)
+            forget = nbformat.v4.new_code_cell("%reset -f")
+            client.execute_cell(forget, -1, store_history=False)
+            for number, cell in enumerate(notebook.cells):
+                client.execute_cell(cell, number)
+            # The cells count from 1, as in a kernel of their own.
+            code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+            for number, cell in enumerate(code, 1):
+                cell.execution_count = number
+                for output in cell.outputs:
+                    if "execution_count" in output:
+                        output["execution_count"] = number
+            # Of the kernel only what does not change with the machine.
+            notebook.metadata["language_info"] = {"name": "python"}
+            yield notebook
 
 
 def _environment(xla_flags: str) -> dict[str, str]:
@@ -57,7 +73,7 @@ def main() -> None:
     for path in paths:
         print("running", path.name, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            notebook = execute(path, folder)
+            (notebook,) = execute([path], folder)
         nbformat.write(notebook, path)
 
 

@@ -15,6 +15,8 @@ the tests so.
 `--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
 the first 5 cases, chosen so that each shows a value that the cases before it did not;
 and no docstring's example of more than six lines, because each line compiles something.
+With `-m window` and `TESTS_AS_USERS` it is the first 2 cases, since `make test-all` has
+run them all.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models use the fixture
@@ -128,7 +130,7 @@ import pytest  # noqa: E402
 _TESTS = _ROOT / "tests"
 _MAX_BYTES = 3 << 29
 _MAX_PROGRAMS = 200_000
-_QUICK_CASES = 5
+_QUICK_CASES, _CASES_AGAIN = 5, 2
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
@@ -185,7 +187,8 @@ def pytest_collection_modifyitems(config, items):
             if "pyarrow" in source and importlib.util.find_spec("pyarrow") is None:
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
     if config.getoption("quick"):
-        kept = _representatives(kept)
+        again = _AS_USERS or _asks_for_the_window(config)
+        kept = _representatives(kept, _CASES_AGAIN if again else _QUICK_CASES)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
     is_slow = lambda x: x.get_closest_marker("slow")
@@ -194,14 +197,14 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
-def _representatives(items):
+def _representatives(items, most):
     """The tests of `--quick`, see above."""
     seen, kept, runs = set(), [], collections.Counter()
     for item in items:
         if item.get_closest_marker("slow"):
             continue
         test, values = item.nodeid.partition("[")[0], _values(item)
-        if runs[test] < _QUICK_CASES and not (values and values <= seen):
+        if runs[test] < most and not (values and values <= seen):
             kept.append(item)
             runs[test] += 1
         seen |= values

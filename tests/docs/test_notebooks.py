@@ -7,6 +7,7 @@ import re
 import tomllib
 
 import nbformat
+import numpy as np
 import pytest
 
 import pages
@@ -31,19 +32,29 @@ def outputs(notebook):
     return [output for cell in code_cells(notebook) for output in cell.outputs]
 
 
-@pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_runs(path, tmp_path):
-    """In a fresh kernel, quietly, with as many figures as are kept."""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The notebooks, each run when it is asked for, in the order of `PATHS`."""
     # On the one device that a reader has; else as the tests, which compile faster.
     flags = os.environ["XLA_FLAGS"].split()
     flags = [x for x in flags if "device_count" not in x]
-    ran = execute.execute(path, str(tmp_path), " ".join(flags))
-    noise = [x.text for x in outputs(ran) if x.get("name") == "stderr"]
-    assert not noise
-    kept = nbformat.read(path, as_version=4)
-    assert len(figures(ran)) == len(figures(kept)) > 0
+    folder = tmp_path_factory.mktemp("notebooks")
+    return execute.execute(PATHS, str(folder), " ".join(flags))
+
+
+@pytest.mark.slow
+def test_all_run(runs):
+    """Quietly, to the stated figures, with as many pictures as are kept.
+
+    One test, because all run in one kernel.
+    """
+    for path, ran in zip(PATHS, runs, strict=True):
+        noise = [x.text for x in outputs(ran) if x.get("name") == "stderr"]
+        assert not noise, path.name
+        kept = nbformat.read(path, as_version=4)
+        assert len(figures(ran)) == len(figures(kept)) > 0, path.name
+        stated = [cell for cell in code_cells(ran) if "\nassert " in cell.source]
+        assert stated, path.name
 
 
 def figures(notebook):
@@ -55,7 +66,9 @@ def test_there_are_seven():
 
 
 def test_is_short(kept):
-    assert sum(len(cell.source.splitlines()) for cell in kept.cells) < 300
+    lines = [len(cell.source.splitlines()) for cell in code_cells(kept)]
+    assert len(lines) <= 10 and sum(lines) < 120
+    assert np.median(lines) <= 12
 
 
 def test_is_kept_as_it_ran(kept):

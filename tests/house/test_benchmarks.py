@@ -28,7 +28,7 @@ RUNS = {
     "sharded": "--devices 2 --rows 301 --dim 4 --ids 40 --repeats 3",
     "dlrm": "--cap 50 --dim 4 --batch 16 --repeats 3",
     "store": "--rows 301 --dim 4 --ids 128 --repeats 3 --optimizers adagrad",
-    "stored": "--rows 2000 --dim 4 --batch 64 --steps 20 --turn 5",
+    "stored": "--rows 2000 --dim 4 --batch 16 --steps 4 --turn 2",
     "index": "--only drift --steps 20 --batch 64 --ways lru hashed",
     "cache": "--rows 2000 --dim 4 --ids 64 --warm 3 --steps 3 --ways whole cached",
     "quantized": "--rows 300 --dim 8 --bags 16 --repeats 3 --seconds 0",

@@ -27,10 +27,7 @@ from sparsejax import cpu
 from sparsejax.cpu import huge_pages
 
 
-pytestmark = [
-    pytest.mark.usefixtures("loose_promotion"),
-    pytest.mark.window,
-]  # of optax
+pytestmark = pytest.mark.usefixtures("loose_promotion")  # of optax
 
 SHAPE = (170_000, 64)  # 43.5 MB
 BYTES = 170_000 * 64 * 4
@@ -89,6 +86,7 @@ def test_freed_pages_are_kept():
 
 
 @needs_glibc
+@pytest.mark.window
 def test_a_warning_says_that_jax_has_started():
     kept, _, (message,) = _run(first=True)
     assert kept == "True"
@@ -202,6 +200,7 @@ def _step(tx):
 
 
 @needs_huge_pages
+@pytest.mark.window
 @pytest.mark.parametrize("lift", [sj.optim.lazy, sj.optim.exact])
 def test_steps_leave_parameters_and_state_there(lift):
     params = {"table": _table(), "w": jnp.ones(64)}
@@ -216,6 +215,7 @@ def test_steps_leave_parameters_and_state_there(lift):
 
 
 @needs_huge_pages
+@pytest.mark.window
 def test_shards_of_an_array():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     whole = np.ones((340_000, 64), np.float32)
