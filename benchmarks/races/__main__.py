@@ -12,7 +12,7 @@ from benchmarks.races import common
 
 
 TITLE = "Races an example against a program people use."
-NAMES = "gensim", "implicit", "lightfm", "pykeen", "fuxictr"
+NAMES = "gensim", "implicit", "lightfm", "pykeen", "fuxictr", "vowpal"
 
 
 def setting(text):

@@ -15,6 +15,7 @@ from benchmarks.races import (  # noqa: E402
     gensim,
     implicit,
     pykeen,
+    vowpal,
 )
 from examples import word2vec  # noqa: E402
 
@@ -134,3 +135,28 @@ def test_pykeen_scores_both_ways_round(model):
     np.testing.assert_allclose(
         pykeen.score_all(entity, doubled, True, given), [forth, back]
     )
+
+
+@pytest.mark.parametrize("part", ["valid", "test"])
+def test_vowpal_has_the_same_rows_on_both_sides(part, tmp_path):
+    vowpal.prepare(tmp_path, "200", None)
+    read = lambda name: (tmp_path / f"{part}{name}").read_text().splitlines()
+    rows = [line.split(",") for line in read(".csv")[1:]]
+    assert len(rows) == {"valid": 180, "test": 200}[part]
+    texts = read("-train.vw") + read("-held.vw")
+    assert texts == [f"{'1' if y == '1' else '-1'} |A {a} |B {b}" for y, a, b in rows]
+    eats = {("Herbivore", "Plant"), ("Carnivore", "Meat")}
+    wanted = [tuple(x.split("-")[0] for x in row[1:]) in eats for row in rows]
+    assert wanted == [row[0] == "1" for row in rows] and 60 < sum(wanted) < 140
+    held = np.array(wanted[9 * len(rows) // 10 :])
+    np.savez(tmp_path / "1.npz", scores=np.where(held, 0.75, 0.25))
+    found = vowpal.score(tmp_path, part, tmp_path / "1.npz", True)
+    assert found == {"score": 1.0, "loss": pytest.approx(-np.log(0.75))}
+
+
+def test_the_time_of_the_last_step_told(monkeypatch):
+    monkeypatch.setattr(common.time, "perf_counter", iter([1.0, 5.0, 9.0]).__next__)
+    told = vowpal.Told()
+    for text in ("100 rows", "\n", "step 50: loss 0.5, 1 rows/s", "AUC 0.5"):
+        told.write(text)
+    assert told.seconds == 4.0 and told.getvalue().endswith("AUC 0.5")
