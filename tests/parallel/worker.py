@@ -33,11 +33,7 @@ import sparsejax as sj
 PROCESSES, DEVICES = 2, 4
 HEIGHT, WIDTH, BATCH, STEPS = 37, 4, 24, 5  # rows that 4 devices do not share evenly
 KINDS = ("zipf", "uniform", "adversarial")
-OPTIMIZERS = {
-    "sgd": optax.sgd(0.1),
-    "adagrad": optax.adagrad(0.1),
-    "adam": optax.adam(0.1),
-}
+OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}
 TABLE_STEP, BLOCK_STEP, STATE_STEP = 5, 6, 7
 CRASH_HEIGHT, CRASH_PATIENCE = 100_001, 60  # rows; seconds
 

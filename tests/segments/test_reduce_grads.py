@@ -70,7 +70,8 @@ def curvature(x, w, ids):
 def test_gradients_of_first_and_second_order(order, x64):
     f = jax.jit(functools.partial(smooth, ids=IDS))
     args = floats((N, 1)), floats((N,), 1) + 3
-    check_grads(f, args, order=order, rtol=1e-5, atol=1e-5)
+    modes = ["fwd", "rev"] if order == 1 else ["rev"]
+    check_grads(f, args, order=order, modes=modes, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

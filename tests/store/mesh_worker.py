@@ -1,6 +1,6 @@
 """One of two processes that train a table sharded over both their memories.
 
-`python mesh_worker.py PORT PROCESS DIRECTORY WORK` trains, and saves its results. The
+`python mesh_worker.py PORT PROCESS DIRECTORY` trains, and saves its results. The
 test imports the model and the batches from here.
 """
 
@@ -259,23 +259,23 @@ def train(mesh, process, directory) -> dict[str, Any]:
     }
 
 
-def main(port, process, directory, work):
+def main(port, process, directory):
     """Runs in both processes, and saves the results of this one."""
     mesh = start(port, process)
-    if work == "store":
-        found: Any = train(mesh, process, directory)
-    else:
-        share = lambda batch: global_batch(mesh, process, batch)
-        make_store = lambda: sj.store.KVStore(mesh)
-        path = pathlib.Path(directory) / "saved"
-        pull_of_two_tables(mesh, process)
-        runs = {
-            "trainer": train_with_trainer(make_store(), share),
-            "resumed": resume_trainer(make_store, share, path),
-            "step": train_with_step(make_store(), share),
-        }
-        found = {f"{run} {k}": x for run in runs for k, x in runs[run].items()}
-    np.savez(pathlib.Path(directory) / f"{process}.npz", **found)
+    found = train(mesh, process, directory)
+    np.savez(pathlib.Path(directory) / f"store {process}.npz", **found)
+
+    share = lambda batch: global_batch(mesh, process, batch)
+    make_store = lambda: sj.store.KVStore(mesh)
+    path = pathlib.Path(directory) / "saved by a trainer"
+    pull_of_two_tables(mesh, process)
+    runs = {
+        "trainer": train_with_trainer(make_store(), share),
+        "resumed": resume_trainer(make_store, share, path),
+        "step": train_with_step(make_store(), share),
+    }
+    found = {f"{run} {k}": x for run in runs for k, x in runs[run].items()}
+    np.savez(pathlib.Path(directory) / f"trainer {process}.npz", **found)
     jax.distributed.shutdown()
 
 

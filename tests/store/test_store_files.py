@@ -433,7 +433,7 @@ forks = pytest.mark.filterwarnings("ignore:.*fork")
 @forks
 @pytest.mark.parametrize("count", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_of_processes_that_create_a_file_one_has_it(tmp_path, count):
-    for trial in range(6 if count == 3 else 15):
+    for trial in range(3 if count == 3 else 5):
         path, kept = tmp_path / f"table {trial}", []
 
         def create(k, path=path, kept=kept):
