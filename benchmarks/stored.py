@@ -12,6 +12,14 @@ some steps each, so that they share the machine's hours. The first turn is not t
     python -m benchmarks stored
     python -m benchmarks stored --models dlrm --rows 1000000
 
+With `--against CHECKOUT`, the `block` of another commit is trained in a process of its
+own, and `stored` and `block` of this one too, in turns. It shows the median of the
+ratios of neighbouring turns, of time and of CPU time, which says something on a machine
+that does other work too.
+
+    git worktree add /tmp/other c35809f
+    python -m benchmarks stored --against /tmp/other
+
 With 20,000,000 rows of 8 numbers, `memory` takes 1.3 GB for each model, and the files
 take as much as the rows that were read. It needs flax and equinox.
 """
@@ -19,7 +27,12 @@ take as much as the rows that were read. It needs flax and equinox.
 import argparse
 import gc
 import itertools
+import json
+import os
 import pathlib
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -260,10 +273,78 @@ def train_in_memory(make: Callable, store: sj.store.KVStore, dim: int) -> Callab
 WAYS = {"stored": train_stored, "block": train_block, "memory": train_in_memory}
 
 
+# ------------------------------------------------------------------ other commits
+
+
+def train_in_turns(way: str, args: argparse.Namespace) -> None:
+    """Trains some steps for each line of stdin, and prints how long they took."""
+    name = args.models[0]
+    heights = heights_of(name, args)
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        store = open_store(folder, heights, args.dim)
+        run = WAYS[way](MODELS[name][0], store, args.dim)
+        batches = make_batches(heights, args.batch, seed=1)
+        for _ in sys.stdin:
+            here = list(itertools.islice(batches, args.turn))
+            start, cpu = time.perf_counter(), time.process_time()
+            losses = jax.block_until_ready(run(here))
+            taken = time.perf_counter() - start, time.process_time() - cpu
+            ms = [1e3 * seconds / args.turn for seconds in taken]
+            print(json.dumps([*ms, float(losses[-1])]), flush=True)
+        store.close()
+
+
+def compare(name: str, args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Prints times beside the block of another checkout."""
+    here = str(pathlib.Path(__file__).resolve().parents[1])
+    kinds = {
+        "block there": (os.path.abspath(args.against), "block"),
+        "stored": (here, "stored"),
+        "block": (here, "block"),
+    }
+    workers = {}
+    for kind, (path, way) in kinds.items():
+        # This file, with the package of that checkout. -P: not with the files here.
+        command = [sys.executable, "-P", __file__, *argv, "--models", name]
+        workers[kind] = subprocess.Popen(
+            [*command, "--way", way],
+            cwd=path,
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    found: dict[str, list[Any]] = {kind: [] for kind in kinds}
+    for turn in range(args.steps // args.turn):
+        for kind in list(kinds) if turn % 2 else list(kinds)[::-1]:
+            worker: Any = workers[kind]
+            print("go", file=worker.stdin, flush=True)
+            found[kind].append(json.loads(worker.stdout.readline()))
+    for worker in workers.values():
+        worker.communicate()
+    for kind, turns in found.items():
+        ratios = []
+        for column in (0, 1):
+            pairs = zip(turns[1:], found["block there"][1:])  # the first one compiles
+            ratios.append(statistics.median(a[column] / b[column] for a, b in pairs))
+        ms = [statistics.median(x) for x in list(zip(*turns[1:]))[:2]]
+        wall, cpu = (f"{x:8.2f} ms" for x in ms)
+        print(
+            f"{name:12}{kind:13}{wall}, {ratios[0]:.2f} of block there; CPU {cpu}, "
+            f"{ratios[1]:.2f}; loss {turns[-1][2]:.6f}",
+            flush=True,
+        )
+
+
+def heights_of(name: str, args: argparse.Namespace) -> dict[str, int]:
+    """The number of rows of each table of a model."""
+    shares = MODELS[name][1]
+    return {t: max(8, int(args.rows * share)) for t, share in shares.items()}
+
+
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Trains one model in all ways."""
-    make, shares = MODELS[name]
-    heights = {t: max(8, int(args.rows * share)) for t, share in shares.items()}
+    make, heights = MODELS[name][0], heights_of(name, args)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         stores = {}
         for way in WAYS:
@@ -340,9 +421,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turn", type=int, default=10, help="steps of one turn")
     parser.add_argument("--folder", help="of the files; by default a temporary one")
     parser.add_argument("--json", help="appends a line for each model to this file")
+    parser.add_argument("--against", help="a checkout of another commit")
+    parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.way:
+        train_in_turns(args.way, args)
+        return 0
     about = timing.machine()
     print(" ".join(f"{k}={v}" for k, v in about.items()))
+    if args.against:
+        for name in args.models:
+            compare(name, args, sys.argv[1:] if argv is None else argv)
+        return 0
     print("              stored    block   memory  /block /memory   largest gap  loss")
     records = timing.collect(
         (measure(name, args) for name in args.models), show, args.json, about
@@ -354,3 +444,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not gap <= BOUND
     ]
     return timing.report(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -200,14 +200,26 @@ class WorkQueue:
             self._errors.append(error)
 
 
-def call_in_own_thread(work: Callable[[], Any]) -> Any:
-    """Runs `work` in a thread of its own, and returns its result.
+class OtherThread:
+    """A thread that runs small programs while the caller's thread runs steps.
 
     The programs that one thread starts on the CPU run one after the other. A small
     program would wait for the step that the same thread has started.
     """
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(_with_config_of_caller(work)).result()
+
+    def __init__(self):
+        self._pool = ThreadPoolExecutor(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        # Without waiting: garbage collection may run this on any thread.
+        self._pool.shutdown(wait=False)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Runs `work` there, under the JAX config of the caller; waits for it."""
+        return self._pool.submit(_with_config_of_caller(work)).result()
 
 
 def _with_config_of_caller(work: Callable[[], Any]) -> Callable[[], Any]:

@@ -11,6 +11,7 @@ A call of such a function runs these steps:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -153,7 +154,7 @@ def check_tables(call: str, store: Any, tables: Sequence[Any]) -> None:
 # ------------------------------------------------------------------ ids
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
     """The ids of a function for arguments of one structure.
 
     Args:
@@ -179,11 +180,10 @@ class RowIds:
 
     def __init__(self, call: str, store: Any, fun: Callable[..., Any]):
         self._call, self._store, self._fun = call, store, fun
-        self._programs: dict[Any, _Program] = {}
+        self._programs: dict[Any, Program] = {}
 
-    def of(self, *parts: Part) -> dict[str, Any]:
-        """The ids of `fun(*arguments)`, which `split` cut."""
-        program = self.program(*parts)
+    def of(self, program: Program, *parts: Part) -> dict[str, Any]:
+        """The ids of `fun(*arguments)`, which `split` cut, by their program."""
         arrays = [x for part in parts for x in part.arrays]
         needed = [arrays[k] for k in program.needed]
         is_here = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
@@ -194,14 +194,14 @@ class RowIds:
             ids = program.run([_for_host(x, device) for x in needed])
             return {name: np.asarray(x) for name, x in ids.items()}
 
-    def program(self, *parts: Part) -> _Program:
+    def program(self, *parts: Part) -> Program:
         """The program for arguments of this structure, arrays or specs."""
-        key = tuple((part.static, *map(spec_of, part.arrays)) for part in parts)
+        key = tuple((part.static, *map(_kind_of, part.arrays)) for part in parts)
         if key not in self._programs:
             self._programs[key] = self._make(parts)
         return self._programs[key]
 
-    def _make(self, parts: Sequence[Part]) -> _Program:
+    def _make(self, parts: Sequence[Part]) -> Program:
         call = self._call
         # Without their shardings: the program runs on the host.
         arrays = [spec_of(x) for part in parts for x in part.arrays]
@@ -256,7 +256,7 @@ class RowIds:
         for site in sites:
             counts[names[site.table]] += site.num_rows
         counts = {name: count for name, count in counts.items() if count}
-        return _Program(jax.jit(run_ids), tuple(needed), counts)
+        return Program(jax.jit(run_ids), tuple(needed), counts)
 
 
 def _refuse_second_hop(
@@ -281,6 +281,11 @@ def _for_host(x: Any, device: Any) -> Any:
     """An array for a program on the CPU; a copy only if it is elsewhere."""
     is_there = not isinstance(x, jax.Array) or x.sharding.device_set == {device}
     return x if is_there else np.asarray(x)
+
+
+def _kind_of(x: Any) -> tuple[Any, ...]:
+    """What a program is compiled for; cheaper to hash than a spec."""
+    return x.shape, x.dtype, getattr(x, "weak_type", False)
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -501,6 +506,30 @@ def put_gradients(tree: Any, found: Sequence[Any]) -> Any:
     return structure.unflatten(next(rest) if is_table(x) else x for x in leaves)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("rows", "values"),
+    meta_fields=("height",),
+)
+@dataclasses.dataclass(frozen=True)
+class _PlainRows:
+    """A SelectedRows as an argument of a compiled program.
+
+    As a tree, a SelectedRows seals its ids, which takes a program for each table.
+    """
+
+    rows: Any
+    values: Any
+    height: int
+
+    @classmethod
+    def of(cls, x: SelectedRows) -> _PlainRows:
+        return cls(x.rows, x.values, x.height)
+
+    def join(self) -> SelectedRows:
+        return SelectedRows(self.rows, self.values, self.height)
+
+
 def jitted(
     body: Callable[..., Any], donate: bool = False, checked: bool = False
 ) -> Callable[..., Any]:
@@ -517,11 +546,15 @@ def jitted(
     )
     def run(first_static, rest_static, *arrays):
         def on_arrays(rows, first, rest):
+            as_rows = lambda x: x.join() if isinstance(x, _PlainRows) else x
+            rows = {name: as_rows(x) for name, x in rows.items()}
             return body(rows, first_static.join(first), rest_static.join(rest))
 
         return (checkify.checkify(on_arrays) if checked else on_arrays)(*arrays)
 
     def call(rows, first, rest):
+        as_plain = lambda x: _PlainRows.of(x) if is_selected_rows(x) else x
+        rows = {name: as_plain(x) for name, x in rows.items()}
         out = run(first.static, rest.static, rows, first.arrays, rest.arrays)
         if checked:
             error, out = out

@@ -843,11 +843,11 @@ class KVStore:
             self._check_open(call)
             _pulled_calls.check_no_cache(call, (args, kwargs))
             part = _pulled_calls.split(call, (args, kwargs))
-            counts = row_ids.program(part).counts
+            program = row_ids.program(part)
             slots = lambda name, count, height: capacities.choose(
-                call, name, count, height, counts[name]
+                call, name, count, height, program.counts[name]
             )
-            rows = self._pull_tables(call, row_ids.of(part), slots)
+            rows = self._pull_tables(call, row_ids.of(program, part), slots)
             return run(rows, part, nothing)
 
         return on_pulled_rows
@@ -1419,9 +1419,10 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
                 _arguments.kind_of(part),
                 "Use sparsejax.value_and_grad with respect to the pulled SelectedRows.",
             )
-        dtype = getattr(part.rows, "dtype", None)
+        rows = part.rows  # which may take a program
+        dtype = getattr(rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            found = type(part.rows).__name__ if dtype is None else dtype
+            found = type(rows).__name__ if dtype is None else dtype
             raise _arguments.wrong_type(
                 call,
                 f"the rows of the gradient for table {table.name!r}",
@@ -1431,7 +1432,7 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
                 "sparsejax.value_and_grad, and SelectedRows.map to change only the "
                 "values.",
             )
-        check_not_traced(call, table.name, "gradients", part.rows, part.values)
+        check_not_traced(call, table.name, "gradients", rows, part.values)
         if jnp.issubdtype(part.dtype, jnp.complexfloating):
             raise _arguments.wrong_type(
                 call,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -13,13 +13,14 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim import global_norm
-from sparsejax.store._in_flight import call_in_own_thread
+from sparsejax.store._in_flight import OtherThread
 from sparsejax.store._leaf import CachedRows, tables_of
 from sparsejax.store._pulled_calls import (
     Capacities,
     Part,
+    Program,
     RowIds,
     Rows,
     gradient,
@@ -83,9 +84,20 @@ class RowsStep:
 
     def __call__(
         self, params: PyTree, opt_state: PyTree, batch: Part, rows: Rows
-    ) -> tuple[Any, Any, Any, Mapping[str, Any]]:
+    ) -> tuple[Any, Any, Any, Mapping[str, SelectedRows]]:
         """`(params, opt_state, value, grads)`; `push` the gradients then."""
-        return self._run(rows, split(self._call, (params, opt_state)), batch)
+        first = split(self._call, (params, opt_state))
+        params, opt_state, value, of_slots = self._run(rows, first, batch)
+        # Their ids are known before the program has ended.
+        grads = {name: self._gradient(name, x, rows) for name, x in of_slots.items()}
+        return params, opt_state, value, grads
+
+    def _gradient(self, name: str, values: jax.Array, rows: Rows) -> SelectedRows:
+        """A gradient of the rows that were pulled; of no row if none was."""
+        if name in rows:
+            return SelectedRows(rows[name].rows, values, rows[name].height)
+        height = self._store.spec(name).shape[0]
+        return SelectedRows(np.full(len(values), height), values, height)
 
     def push(self, grads: Mapping[str, Any]) -> None:
         """Pushes the gradients of a step, by table."""
@@ -120,11 +132,14 @@ class RowsStep:
             places.append(grad if is_cached else table)
             if not is_cached:
                 by_table.setdefault(name, []).append(grad)
+        # The gradients of a table have the same rows.
+        by_table = {name: _sum(parts) for name, parts in by_table.items()}
         grads = put_gradients(grads, places)
         if self._clip_norm is not None:
             by_table, grads = _clip((by_table, grads), self._clip_norm)
         updates, opt_state = self._tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value, by_table
+        of_slots = {name: grad.values for name, grad in by_table.items()}
+        return optax.apply_updates(params, updates), opt_state, value, of_slots
 
 
 class TrainStep:
@@ -239,10 +254,11 @@ class TrainStep:
             batch reads more rows than `capacity`. Nothing has changed.
         """
         first, rest = split(_CALL, params), split(_CALL, batch)
+        program = self._ids.program(first, rest)
         if rows is None:
-            rows = self._rows(params, first, rest)
+            rows = self._rows(program, params, first, rest)
         else:
-            self._check_rows(first, rest, rows)
+            _check_rows(program.counts, rows)
         found: dict[str, Any] = dict(rows)
         for table in _caches(params):
             if table.name in found:
@@ -285,18 +301,22 @@ class TrainStep:
         del part, params  # the step donates them
 
         def with_ids(batches):
-            for batch in batches:
-                rest = split(_CALL, batch)
-                program = self._ids.program(first, rest)
-                for k in program.needed:
-                    if k < len(first.arrays):
-                        raise ValueError(
-                            f"{_CALL}.prefetch: ids depend on params{paths[k]}, which "
-                            "the running step changes. Call step(params, opt_state, "
-                            "batch) without prefetch, or pass that array in the batch."
-                        )
-                find = functools.partial(self._split_ids, caches, first, rest)
-                yield _Ahead(batch, *call_in_own_thread(find))
+            with OtherThread() as thread:
+                for batch in batches:
+                    rest = split(_CALL, batch)
+                    program = self._ids.program(first, rest)
+                    for k in program.needed:
+                        if k < len(first.arrays):
+                            raise ValueError(
+                                f"{_CALL}.prefetch: ids depend on params{paths[k]}, "
+                                "which the running step changes. Call step(params, "
+                                "opt_state, batch) without prefetch, or pass that "
+                                "array in the batch."
+                            )
+                    find = functools.partial(
+                        self._split_ids, program, caches, first, rest
+                    )
+                    yield _Ahead(batch, *thread.call(find))
 
         found = with_ids(batches)
         for name, cache in caches.items():
@@ -309,17 +329,19 @@ class TrainStep:
 
     # -- private ----------------------------------------------------------------------
 
-    def _rows(self, params: Any, first: Part, rest: Part) -> dict[str, Any]:
+    def _rows(
+        self, program: Program, params: Any, first: Part, rest: Part
+    ) -> dict[str, Any]:
         """The rows of a batch: pulled, or of a cache their ids."""
         caches = {table.name: table.cache for table in _caches(params)}
-        ids, cached, slots = self._split_ids(caches, first, rest)
+        ids, cached, slots = self._split_ids(program, caches, first, rest)
         return {**self._access.pull(_CALL, ids, slots), **cached}
 
     def _split_ids(
-        self, caches: Mapping[str, Any], first: Part, rest: Part
+        self, program: Program, caches: Mapping[str, Any], first: Part, rest: Part
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], Callable[..., int]]:
         """The ids of a batch to be pulled, the rows for caches, and the capacities."""
-        ids, slots = self._ids.of(first, rest), self._slots(first, rest)
+        ids, slots = self._ids.of(program, first, rest), self._slots(program)
         cached = {}
         for name in caches.keys() & ids.keys():
             height = self._access.store.spec(name).shape[0]
@@ -329,24 +351,24 @@ class TrainStep:
             cached[name] = padded
         return ids, cached, slots
 
-    def _slots(self, first: Part, rest: Part) -> Callable[..., int]:
+    def _slots(self, program: Program) -> Callable[..., int]:
         """`f(name, count, height) -> capacity` for a batch."""
-        counts = self._ids.program(first, rest).counts
         return lambda name, count, height: self._capacities.choose(
-            _CALL, name, count, height, counts[name]
+            _CALL, name, count, height, program.counts[name]
         )
 
-    def _check_rows(self, first: Part, rest: Part, rows: Any) -> None:
-        """Raises unless `rows` are rows of the tables that the batch reads."""
-        wanted = set(self._ids.program(first, rest).counts)
-        found = set(rows) if isinstance(rows, Mapping) else None
-        if found != wanted:
-            raise _arguments.wrong(
-                _CALL,
-                "rows",
-                f"the rows of this batch from prefetch, of tables {sorted(wanted)}",
-                _arguments.kind_of(rows) if found is None else f"{sorted(found)}",
-            )
+
+def _check_rows(counts: Mapping[str, int], rows: Any) -> None:
+    """Raises unless `rows` are rows of the tables that the batch reads."""
+    wanted = set(counts)
+    found = set(rows) if isinstance(rows, Mapping) else None
+    if found != wanted:
+        raise _arguments.wrong(
+            _CALL,
+            "rows",
+            f"the rows of this batch from prefetch, of tables {sorted(wanted)}",
+            _arguments.kind_of(rows) if found is None else f"{sorted(found)}",
+        )
 
 
 class _Ahead(NamedTuple):
@@ -370,6 +392,18 @@ def _with_cached(pulled: Generator[Any]) -> Generator[tuple[Any, dict[str, Any]]
 def _caches(params: Any) -> list[CachedRows]:
     """The tables of caches among the parameters."""
     return [table for table in tables_of(params) if isinstance(table, CachedRows)]
+
+
+def _sum(parts: Sequence[SelectedRows]) -> SelectedRows:
+    """The sum of gradients of the same slots."""
+    first, *others = parts
+    if not others:
+        return first
+    wide = indexing.accumulator_dtype(first.dtype)
+    total = first.values.astype(wide)
+    for other in others:
+        total += other.values.astype(wide)
+    return SelectedRows(first.rows, total.astype(first.dtype), first.height)
 
 
 def _clip(grads: Any, max_norm: float) -> Any:

@@ -217,15 +217,15 @@ def test_a_block_in_the_step_of_the_store():
         )
 
 
-def test_a_push_that_fails_keeps_the_parameters():
+def test_a_push_that_fails_keeps_the_parameters(monkeypatch):
     """The step donates its arguments, so the results are kept before the push."""
     made = trainer()
     (batch,) = batches(1)
     made.step(batch)
-    real, made.store.push = made.store.push, lambda *args: 1 / 0
-    with pytest.raises(ZeroDivisionError):
-        made.step(batch)
-    made.store.push = real
+    with monkeypatch.context() as patch:
+        patch.setattr(made.store, "push", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.step(batch)
     assert np.isfinite(made.step(batch))
 
 

@@ -312,6 +312,39 @@ def test_a_table_in_several_places():
     assert store.stats()["items"].pushes == 1
 
 
+@pytest.mark.parametrize("reads", ["none", "twice"])
+def test_a_step_without_rows_of_a_table_and_with_it_in_two_places(reads):
+    """Each push is one step of the optimizer, so Adam counts as in memory."""
+    tx, dense = optax.adam(0.1), optax.sgd(0.1)
+    store, arrays_ = make_store(tx), arrays()
+    params = {"a": arrays_["items"], "b": arrays_["items"], "w": arrays_["w"] + 0}
+    tables = {"a": store["items"], "b": store["items"], "w": arrays_["w"]}
+
+    def loss(params, batch):
+        total = jnp.sum(params["w"] ** 2)
+        if reads == "twice":
+            a, b = params["a"][batch["item"]], params["b"][batch["user"]]
+            total += jnp.mean((a * b) @ params["w"])
+        return total
+
+    step, state = store.train_step(loss, dense), dense.init(tables)
+    lazy = sj.optim.lazy(tx)
+    of_table = lazy.init(params["a"])
+    for seed in range(3):
+        batch = make_batch(seed)
+        tables, state, value = step(tables, state, batch)
+        want, grads = sj.value_and_grad(loss, tables={"a": True, "b": True, "w": None})(
+            params, batch
+        )
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        both = sj.concatenate([grads["a"], grads["b"]])
+        updates, of_table = lazy.update(both, of_table, params["a"])
+        table = optax.apply_updates(params["a"], updates)
+        params = {"a": table, "b": table, "w": params["w"] - 0.1 * grads["w"]}
+    assert_trees_close(store.pull_all("items"), params["a"], rtol=1e-5, atol=1e-6)
+    assert store.stats()["items"].pushes == 3
+
+
 def test_frozen_tables_and_tables_on_the_device():
     store, small = make_store(), jnp.array(weights(2))
     store.init("kinds", np.arange(V, dtype=np.int32) % 7, None, dtype=np.int32)
