@@ -9,6 +9,7 @@ framework equal plain JAX with dense gradients.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -371,9 +372,16 @@ QUICK = [
 ]
 
 
+# Each part in two of the frameworks, which take turns; `lazy` and `exact` in all.
+_IN_TURN = itertools.cycle(FRAMEWORKS)
+CASES = {(next(_IN_TURN), name) for name in PARTS for _ in range(2)}
+CASES |= {(framework, name) for framework in FRAMEWORKS for name in ("lazy", "exact")}
+CASES = sorted(CASES | set(QUICK))
+
+
 @pytest.mark.parametrize(
     ("framework", "name"),
-    slow_but([(f, n) for n in PARTS for f in FRAMEWORKS], *QUICK),
+    slow_but(CASES, *QUICK),
 )
 def test_equals_plain_jax_with_dense_gradients(framework, name):
     part = PARTS[name]

@@ -4,6 +4,7 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -182,8 +183,7 @@ LARGE = {
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", LARGE)
-@pytest.mark.parametrize("tx", ["sgd", "adam"])
+@pytest.mark.parametrize("name, tx", [*zip(LARGE, itertools.cycle(["adam", "sgd"]))])
 def test_memory_of_a_step(tx, name):
     """The step makes no array of a table's size, and few of the size of the rows."""
     v, d, n = 200_003, 64, 20_000

@@ -112,8 +112,7 @@ def test_gradient_equals_jax(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, optimizer", [*zip(MODELS, [*OPTIMIZERS] * 2)])
 def test_trains_as_dense(name, optimizer):
     params, apply = MODELS[name]()
     loss = lambda p, ids, y: jnp.mean((apply(p, ids) - y) ** 2)

@@ -57,8 +57,9 @@ def _control_flow(mesh, vma):
     return body, (P(), P("x")), P()
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize(
+    "vma, axis_type", [(True, AxisType.Auto), (False, AxisType.Explicit)]
+)
 @pytest.mark.parametrize("case", [_psum, _psum_both, _rows_out, _control_flow])
 def test_replicated_table(case, vma, axis_type):
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(axis_type,) * 2)

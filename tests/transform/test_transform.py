@@ -62,7 +62,9 @@ COSTLY = {
 }
 
 
-TRANSFORMED = [name for name in PROGRAMS if name not in COSTLY]
+_CHEAP = [name for name in PROGRAMS if name not in COSTLY]
+# `python -m tests.tools.fuzz programs` transforms programs at random.
+TRANSFORMED = [x for n, x in enumerate(_CHEAP) if n % 2 == 0 or x in REPRESENTATIVE]
 
 
 # The gradient of one row here depends on a row out of range. JAX's gather drops the
@@ -141,7 +143,11 @@ def test_equals_jax_grad(name, x64):
     _assert_sparse_and_equal(found, want)
 
 
-@pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
+# The walk is the same there; every third program also shows how its reads compute.
+OUTSIDE = [x for n, x in enumerate(PROGRAMS) if n % 3 == 0 or x in REPRESENTATIVE]
+
+
+@pytest.mark.parametrize("name", slow_but(OUTSIDE, *REPRESENTATIVE))
 def test_equals_jax_grad_outside_of_jit(name, x64):
     _assert_sparse_and_equal(_eager(name), _compiled(name)[1])
 
@@ -191,7 +197,7 @@ MAKES_TABLES = {
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
 def test_shapes_are_known_before_data(name):
     with _compat.enable_x64(True):
-        _, (got, _) = _eager(name)
+        (_, (got, _)), _ = _compiled(name)
         wide = jax.eval_shape(sj.grad(PROGRAMS[name]), *arguments(dtype=jnp.float64))
     # And with 32-bit types: as many rows, by which only the types differ.
     spec = jax.eval_shape(sj.grad(PROGRAMS[name]), *arguments())
