@@ -57,14 +57,15 @@ def environment(name, race):
     """The Python of the peer's environment, which is made if it is not there."""
     folder = BUILD / name
     python, mark = folder / "bin" / "python", folder / ".installed"
-    if not mark.exists() or mark.read_text() != repr(race.PEER):
+    alone = getattr(race, "ALONE", [])
+    if not mark.exists() or mark.read_text() != str([*race.PEER, *alone]):
         print(f"Making {folder} with {', '.join(race.PEER)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, *race.PEER], check=True)
-        for package in getattr(race, "ALONE", ()):
+        for package in alone:
             subprocess.run([*pip, "--no-deps", package], check=True)
-        mark.write_text(repr(race.PEER))
+        mark.write_text(str([*race.PEER, *alone]))
     return python
 
 
