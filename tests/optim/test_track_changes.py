@@ -57,7 +57,7 @@ def batches(count, seed=0):
 
 
 @pytest.mark.parametrize(
-    "inner", [optax.sgd(0.1), ADAM, optax.chain(optax.clip_by_global_norm(1.0), ADAM)]
+    "inner", [optax.sgd(0.1), optax.chain(optax.clip_by_global_norm(1.0), ADAM)]
 )
 def test_ids_are_the_rows_that_differ(inner):
     """Jitted and eager, with duplicates, over several calls of take_changes."""
