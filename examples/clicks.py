@@ -75,8 +75,7 @@ def predict(params, ids, numbers, layer):
 
 def save(folder, params, layer, num_words, num_numbers):
     """Writes the program for any number of rows, and the weights, tables in 8 bits."""
-    small = {name: sj.quantize(table) for name, table in params["tables"].items()}
-    small = {**params, "tables": small}
+    small = {**params, "tables": jax.tree.map(sj.quantize, params["tables"])}
     like, (rows,) = jax.ShapeDtypeStruct, export.symbolic_shape("rows")
     ids, numbers = (rows, num_words), (rows, num_numbers)
     program = export.export(jax.jit(partial(predict, layer=layer)))(
@@ -132,7 +131,8 @@ def main(argv=None):
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    params = init(jax.random.key(args.seed), layer, len(words) * DIM + len(numbers))
+    key, width = jax.random.key(args.seed), len(words) * DIM + len(numbers)
+    params = jax.jit(partial(init, layer=layer, width=width))(key)  # one compilation
     opt_state, losses, began = tx.init(params), [], time.perf_counter()
     loader = sj.data.DataLoader(dataset, 1024, shuffle=True, drop_remainder=True)
     for batch in itertools.chain.from_iterable([loader] * args.epochs):
