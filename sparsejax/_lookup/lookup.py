@@ -134,6 +134,8 @@ def check_order(call: str, table: Any, ids: Any) -> None:
 def check_mode(call: str, mode: Any) -> str:
     """Returns `mode` as `read` accepts it, or raises if it is unknown."""
     hint = "'fill' reads NaN for ids out of range, as jnp.take does."
+    if isinstance(mode, str) and mode in ("sum", "mean", "max"):  # as in PyTorch
+        hint = f"To reduce bags, pass combiner={mode!r} to an embedding bag."
     return _arguments.check_mode(call, mode, _MODES, hint)
 
 

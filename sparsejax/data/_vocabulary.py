@@ -223,9 +223,11 @@ class Vocabulary:
         """
         own = len(self.sorted_words)
         if num_columns not in (None, own):
+            named = f" {list(self.names)}" if self.names else ""
             raise ValueError(
-                f"sparsejax.data.Vocabulary: the vocabulary has {own} "
-                f"columns, but there are {num_columns} columns of words."
+                f"sparsejax.data.Vocabulary: the vocabulary has {own} columns{named}, "
+                f"but there are {num_columns} columns of words. For a single column "
+                "call vocabulary.encode(column, words)."
             )
         return [len(words) + 1 for words in self.sorted_words]
 

@@ -37,6 +37,7 @@ bag = sj.nn.EmbeddingBag(5, 2)
         "sj.nn.Embedding(5, 2, padding_id='0')",
         "sj.nn.Embedding(5, 2, max_norm=-1.0)",
         "sj.nn.Embedding(5, 2, mode='wrap')",
+        "sj.nn.EmbeddingBag(5, 2, mode='mean')",
         "sj.nn.Embedding(5, 2, embedding_init=lambda *a: jnp.ones((2, 5))).init(key)",
         "layer.init(0)",
         "layer.init(jax.random.split(key))",
