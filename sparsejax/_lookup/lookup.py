@@ -65,8 +65,8 @@ def lookup(
         fill value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a
         SelectedRows does not store that row, the result is as with `"fill"`.)
         `"zero"`: zeros. `"raise"` or `"error"`, two words for one mode: raises through
-        `jax.experimental.checkify`, immediately outside of `jit`. A jitted function
-        must go through `checkify.checkify`. The result is as with `"fill"`.
+        `jax.experimental.checkify`, immediately outside of `jit`; for a jitted
+        function, write `jax.jit(checkify.checkify(f))`. The result is as with `"fill"`.
       padding_id: int, an id that reads zeros and gets no gradient in any mode. It can
         be any int (-1, V, the id of a row) and is compared with `ids` before any
         conversion.

@@ -222,7 +222,9 @@ class SegmentTensor:
 
         Args:
           values: as in `SegmentTensor`. Elements beyond the last offset are empty.
-          offsets: integers `[K + 1]`, ascending, beginning with 0.
+          offsets: integers `[K + 1]`, ascending, beginning with 0. The offsets of
+            PyTorch's `EmbeddingBag` lack the last one, the number of elements n:
+            append it, `jnp.append(offsets, len(values))`.
           capacity: as in `from_lengths`.
 
         Raises:

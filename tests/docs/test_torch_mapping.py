@@ -6,6 +6,7 @@ real systems; cells without a recorded answer have an example below, with NumPy 
 hand.
 """
 
+import functools
 import json
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 
+import pages
 import sparsejax as sj
 from recorded import (
     MERGED,
@@ -661,6 +663,13 @@ def check_freq():
     assert_answers(grad, np.isin(np.arange(9), given["input"])[:, None] * np.ones(3))
 
 
+@checks("`mode` of an `EmbeddingBag`")
+def check_mode():
+    weight, ids = jnp.asarray(TABLE), jnp.array([[7, 2]])
+    for read in (sj.embedding_bag, sj.nn.EmbeddingBag(9, 2)):
+        assert_answers(read(weight, ids), TABLE[[7, 2]].sum(0)[None])
+
+
 @checks("empty segment of a mean")
 def check_empty():
     theirs = get(named("an empty segment, mean"), "outputs")["0"]
@@ -750,6 +759,50 @@ def check_nested_softmax():
 def check_fused():
     grad = sj.grad(lambda t: jnp.sum(sj.lookup(t, jnp.array([7]))), tables=True)(TABLE)
     assert grad.rows.tolist() == [7]
+
+
+# ------------------------------------------------------------------ brought over
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_a_brought_state_goes_on():
+    """The next step of the page's state is PyTorch's, by its formula."""
+    page = dict(_RECORDED.blocks)
+    for block in pages.blocks(_RECORDED.page):
+        if "bring(" in block.code:  # the page defines these names again below
+            exec(block.code, page)
+    read = {"user": 1, "item": 1}  # the rows of ann and rye in PyTorch
+    ids = page["vocabulary"].encode_columns({"user": ["ann"], "item": ["rye"]})
+    loss = lambda params: jnp.sum(page["predict"](params, ids))
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        updates, state = page["tx"].update(sj.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def theirs(name, g):
+        w, s = page["old"][name], page["adam"][name]
+        t = s["step"] + 1
+        m = 0.9 * s["exp_avg"] + 0.1 * g
+        v = 0.999 * s["exp_avg_sq"] + 0.001 * g**2
+        root = np.sqrt(v / (1 - 0.999**t)) + 1e-8
+        return w - 1e-3 * m / (1 - 0.9**t) / root
+
+    old, top = page["old"], page["old"]["top.weight"]
+    grads = {"user.weight": top[:, :4], "item.weight": top[:, 4:], "top.bias": 1}
+    grads["top.weight"] = np.concatenate(
+        [old[f"{k}.weight"][[row]] for k, row in read.items()], axis=1
+    )
+    want = {name: theirs(name, g) for name, g in grads.items()}
+    for column, row in read.items():  # rows that are not read stay
+        name = f"{column}.weight"
+        want[name] = np.where(
+            np.arange(len(old[name]))[:, None] == row, want[name], old[name]
+        )
+    want = page["bring"](want)
+    params, state = step(page["params"], page["opt_state"])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), params, want)
+    assert int(state[0].count) == 501
 
 
 # ------------------------------------------------------------------ all of them

@@ -137,7 +137,7 @@ def test_an_id_never_reads_the_neighbour():
     strict = sj.nn.EmbeddingCollection(
         {"a": Embedding(5, 2, mode="error", padding_id=-1), "b": (7, 2)}
     )
-    call = checkify.checkify(jax.jit(lambda ids: strict(params, {"a": ids})["a"]))
+    call = jax.jit(checkify.checkify(lambda ids: strict(params, {"a": ids})["a"]))
     assert call(jnp.array([4, -1]))[0].get() is None
     message = str(call(jnp.array([4, 5]))[0].get())
     assert "feature 'a': 1 of 2 ids are out of range; the first is 5" in message
