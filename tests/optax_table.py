@@ -40,8 +40,9 @@ SparseAdam are lazy in the same way.
 (`sj.optim.is_row_separable`). "Dense leaves only" means
 `lazy(optax.partition({{"table": optax.adam(1e-3), "dense": tx}}, labels))`.
 
-The table has default arguments, or those of optax's documentation. Schedules and counts
-advance at every step. Momentum or weight decay makes an exact optimizer lazy.
+The table has default arguments, or the arguments in optax's documentation. Schedules
+and counts advance at every step. Momentum or weight decay makes an exact optimizer
+lazy.
 """
 
 COLUMNS = """

@@ -26,7 +26,9 @@ rate, which is a third, once or three times the default of the side. The best sc
 the last epoch wins. The races are on the part "test", which no choice has seen.
 """
 
+import contextlib
 import importlib
+import io
 import json
 import os
 import pathlib
@@ -125,6 +127,15 @@ def tell(seconds, samples, **point):
     """Prints a point of the curve."""
     line = {"seconds": seconds, "samples": samples, **point}
     print(json.dumps(line), flush=True)
+
+
+def printed(main, options, task, names, told=None):
+    """What an example prints: `options`, and `names` of the task as further options."""
+    told = io.StringIO() if told is None else told
+    of_task = [x for name in names for x in (f"--{name}", str(task[name]))]
+    with contextlib.redirect_stdout(told):
+        main([*options, *of_task])
+    return told.getvalue()
 
 
 class Clock:

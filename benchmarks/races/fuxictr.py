@@ -10,8 +10,6 @@ written as its model zoo writes it. `best.txt` beside the data has the AUC of th
 probabilities that made the labels. There is no FM here: the example has none.
 """
 
-import contextlib
-import io
 import pathlib
 import re
 
@@ -68,15 +66,17 @@ def ours(task):
     words = [f"word {n}" for n in range(len(sizes_of(task)))]
     file = f"{task['data']}/{task['part']}.parquet"
     options = ["--file", file, "--words", ",".join(words), "--out", task["out"]]
-    for name in ("epochs", "lr", "seed"):
-        options += [f"--{name}", str(task[name])]
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
-        clicks.main(options)
-    step, loss, speed = re.findall(LINE, told.getvalue())[-1]
+    told = common.printed(clicks.main, options, task, ("epochs", "lr", "seed"))
+    rows, seconds, end = read_end(told, task)
+    common.tell(seconds, rows, **end)
+
+
+def read_end(told, task):
+    """Rows and seconds of the steps that clicks.py told, and its score and loss."""
+    step, loss, speed = re.findall(LINE, told)[-1]
     rows, speed = task["batch"] * int(step), float(speed.replace(",", ""))
-    (auc,) = re.findall(r"AUC (\S+) in float32", told.getvalue())
-    common.tell(rows / speed, rows, score=float(auc), loss=float(loss))
+    (auc,) = re.findall(r"AUC (\S+) in float32", told)
+    return rows, rows / speed, {"score": float(auc), "loss": float(loss)}
 
 
 def sizes_of(task):

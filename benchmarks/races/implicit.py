@@ -11,9 +11,7 @@ the past. The programs differ (BPR draws a pair an epoch for each line, two towe
 512 negatives a line and a bag of past items): compare the scores by seconds.
 """
 
-import contextlib
 import csv
-import io
 import pathlib
 import re
 import subprocess
@@ -108,13 +106,10 @@ def ours(task):
     user = "user,feature" if task["features"] else "user"
     options = ["--basket", "basket", "--user", user, "--item", "item"]
     options += ["--text", "text"] if task["features"] else []
-    for name in "epochs", "dim", "lr", "seed":
-        options += [f"--{name}", str(task[name])]
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
-        two_towers.main([file, *options])
+    names = "epochs", "dim", "lr", "seed"
+    told = common.printed(two_towers.main, [file, *options], task, names)
     past, seconds = len(np.load(file.replace(".csv", ".npz"))["past"]), 0.0
-    for epoch, loss, recall, spent in re.findall(LINE, told.getvalue()):
+    for epoch, loss, recall, spent in re.findall(LINE, told):
         seconds += float(spent)  # compilation is in the first
         samples = int(epoch) * past
         common.tell(seconds, samples, score=float(recall), loss=float(loss))

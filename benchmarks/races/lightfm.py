@@ -1,6 +1,6 @@
 """Retrieval: examples/two_towers.py against WARP of LightFM (lightfm-next).
 
-The data and the score are those of the race with implicit; lightfm-next is the fork of
+Data and score are the same as in the race with implicit; lightfm-next is the fork of
 LightFM that builds today.
 """
 

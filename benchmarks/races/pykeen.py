@@ -10,9 +10,7 @@ both ways round. Loss, regularization and initial values are each program's own.
 smallest of PyKEEN's three learning rates is its default.
 """
 
-import contextlib
 import functools
-import io
 import pathlib
 import re
 
@@ -39,15 +37,11 @@ def prepare(folder, data, peer):
 def ours(task):
     from examples import knowledge_graph
 
-    options = []
-    for name in ("model", "epochs", "dim", "batch", "lr", "seed"):
-        options += [f"--{name}", str(task[name])]
-    told = io.StringIO()
-    with contextlib.redirect_stdout(told):
-        knowledge_graph.main([task["data"], *options])
-    lines, seconds = re.findall(LINE, told.getvalue()), 0.0
-    (test,) = re.findall(r"Test: filtered MRR ([\d.]+)", told.getvalue())
-    (triples,) = re.findall(r"^([\d,]+) triples", told.getvalue())
+    names = "model", "epochs", "dim", "batch", "lr", "seed"
+    told = common.printed(knowledge_graph.main, [task["data"]], task, names)
+    lines, seconds = re.findall(LINE, told), 0.0
+    (test,) = re.findall(r"Test: filtered MRR ([\d.]+)", told)
+    (triples,) = re.findall(r"^([\d,]+) triples", told)
     triples = int(triples.replace(",", ""))
     for epoch, loss, mrr, speed in lines:
         seconds += triples / float(speed.replace(",", ""))  # compilation in the first

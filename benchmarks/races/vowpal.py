@@ -10,10 +10,8 @@ tenth is the test; without it, the last tenth is for validation. Each pair of wo
 rare: a model that knows words as vectors needs fewer rows. The programs thus differ.
 """
 
-import contextlib
 import io
 import pathlib
-import re
 
 import numpy as np
 
@@ -72,15 +70,10 @@ def ours(task):
 
     file = f"{task['data']}/{task['part']}.csv"
     options = ["--file", file, "--words", "animal,food", "--numbers", ""]
-    for name in ("epochs", "lr", "seed", "out"):
-        options += [f"--{name}", str(task[name])]
-    with contextlib.redirect_stdout(Told()) as told:
-        clicks.main(options)
-    step, loss, speed = re.findall(fuxictr.LINE, told.getvalue())[-1]
-    rows, speed = task["batch"] * int(step), float(speed.replace(",", ""))
-    (auc,) = re.findall(r"AUC (\S+) in float32", told.getvalue())
-    seconds = told.seconds if task["text"] else rows / speed
-    common.tell(seconds, rows, score=float(auc), loss=float(loss))
+    names, told = ("epochs", "lr", "seed", "out"), Told()
+    text = common.printed(clicks.main, options, task, names, told)
+    rows, seconds, end = fuxictr.read_end(text, task)
+    common.tell(told.seconds if task["text"] else seconds, rows, **end)
 
 
 def score(data, part, file, end):

@@ -29,8 +29,8 @@ class EmbeddingCollection:
 
     Tables with the same width, dtype and kind of gradient are stacked in one array.
     The name of its parameter says what they share: `stack_width16_float32` has the
-    tables of width 16 in float32, `stack_width16_float32_dense` those of them with
-    `sparse_grad=False`.
+    tables of width 16 in float32, and `stack_width16_float32_dense` has such tables
+    with `sparse_grad=False`.
     Features of one stack are read together if their shapes allow it: single ids (and
     rows that are not reduced) in one gather, bags of equal length in another, ragged
     bags in a third. A model that reads one id from each of 26 tables of equal width
