@@ -18,6 +18,7 @@ from sparsejax._rows.scatter import scatter_assign
 from sparsejax.nn import _layer, _stacks
 from sparsejax.nn._block import SparseBlock
 from sparsejax.nn._embedding import Embedding, EmbeddingBag, check_combiner
+from sparsejax.transform.trace import mark_stack
 
 
 _CALL = "sparsejax.nn.EmbeddingCollection"
@@ -175,6 +176,9 @@ class EmbeddingCollection:
             of `jit`.
         """
         arrays = self._arrays(params)
+        if self.stacked:
+            for name, stack in self._layout[0].items():
+                arrays[name] = mark_stack(arrays[name], stack.tables)
         return _stacks.read_all(_CALL, arrays, self._prepare(ids, weights))
 
     def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -12,11 +12,12 @@ from typing import Any
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.transform.plan import make_plan
-from sparsejax.transform.step import Argument, Step, trace_step
-from sparsejax.transform.trace import LeafExplanation, check_fun, trace_call
+from sparsejax.transform.step import Argument, Step, explain_leaves, trace_step
+from sparsejax.transform.trace import LeafExplanation, check_fun, observer, trace_call
 
 
 _CALL = "sparsejax.explain"
+_REFUSED = "JAX does not run the step"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,13 +41,15 @@ class StepExplanation:
 
     Args:
       name: of the function.
-      advice: what costs more than the rows read, and what to do about it.
+      advice: what costs more than the rows read, or makes JAX refuse the step, and what
+        to do about it.
       arrays: the tables, and the arrays of optimizer state that follow their rows.
         Each has `name`, `shape`, `dtype`, `num_bytes`, `donated`; `update`: "in place",
         "copied", "walked" (an operation on all rows) or "not updated"; `reasons`: the
-        operations that are the reason for a copy or a walk; `table`: the table that it
-        follows, or itself; `gradient`: a `LeafExplanation`, or None for state and if
-        `value_and_grad` of sparsejax was not called.
+        operations that are the reason for a copy or a walk; `tables`: the names of the
+        tables in a stack; `table`: the table that it follows, or itself; `gradient`: a
+        `LeafExplanation`, or None for state and if `value_and_grad` of sparsejax was
+        not called.
       leaves: all leaves that `value_and_grad` of sparsejax differentiates.
       argument_bytes, donated_bytes: of all arguments, on one device.
       temporary_bytes: of buffers inside the program; None if it is not known.
@@ -71,6 +74,8 @@ class StepExplanation:
     def __repr__(self) -> str:
         advice = [f"{k}. {text}" for k, text in enumerate(self.advice, 1)]
         told = "this costs more than the rows read:"
+        if any(_REFUSED in text for text in advice):
+            told = "this fails, or costs more than the rows read:"
         if not advice:
             told = "each table is updated in place, at the cost of the rows read."
         table = [(*_HEAD[:4], "update", _HEAD[4])]
@@ -123,13 +128,17 @@ def _spec(x: Any) -> str:
 
 def _lines(x: Any, leaf: LeafExplanation | None) -> list[tuple[str, ...]]:
     """The lines of an array in the table, whose gradient `leaf` describes."""
-    if leaf is None:
-        return [(x.name, _spec(x), "dense", "-", "not by sparsejax.value_and_grad")]
-    notes = [f"{rows} at {where}" for rows, where in leaf.reads]
-    if not leaf.sparse:
-        notes = [f"not sparse: {leaf.reason}"] + [f"reads {note}" for note in notes]
-    kind = "sparse" if leaf.sparse else "dense"
-    share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"
+    kind, share, notes = "dense", "-", ["not by sparsejax.value_and_grad"]
+    if leaf is not None:
+        notes = [f"{rows} at {where}" for rows, where in leaf.reads]
+        if not leaf.sparse:
+            notes = [f"not sparse: {leaf.reason}"] + [f"reads {note}" for note in notes]
+        kind = "sparse" if leaf.sparse else kind
+        share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else share
+    if x.tables:
+        first, more = x.tables[:4], len(x.tables) - 4
+        count = f"{len(x.tables)} tables" if x.tables[1:] else "table"
+        notes.append(f"{count}: {', '.join(first)}{f' and {more} more' * (more > 0)}")
     first = (x.name, _spec(x), kind, share, notes[0] if notes else "")
     return [first, *(("", "", "", "", note) for note in notes[1:])]
 
@@ -197,7 +206,9 @@ def explain(
 
     A jitted training step is also compiled. The first lines say what makes it cost more
     than the rows that it reads, and what to do: arguments that are not donated, dense
-    gradients, tables that the compiled program copies or goes through as a whole.
+    gradients, tables that the compiled program copies or goes through as a whole. They
+    also name an array that is donated twice. A stack of an `EmbeddingCollection` is
+    shown with the names of its tables.
 
     Args:
       fun: the loss, as for `sparsejax.value_and_grad`. Or a training step: a function
@@ -269,7 +280,8 @@ def explain(
             if len(step.jaxpr.outvars) > 1:
                 return _explain_step(_name_of(fun), step)
         try:
-            call = trace_call(fun, numbers, has_aux, tables, args, kwargs, _CALL)
+            with observer(lambda call: None):
+                call = trace_call(fun, numbers, has_aux, tables, args, kwargs, _CALL)
         except TypeError as error:
             if not may_be_step or not str(error).startswith(_CALL):
                 raise
@@ -280,7 +292,7 @@ def explain(
                 "state, batch)."
             ) from error
         make_plan(call, strict=False)
-        return Explanation(tuple(leaf.explanation() for leaf in call.leaves))
+        return Explanation(tuple(explain_leaves(call)))
 
     return explain_fun
 
@@ -327,7 +339,7 @@ def _explain_step(name: str, step: Step) -> StepExplanation:
         moved += least if x.update == "copied" else 0
     return StepExplanation(
         name,
-        tuple(_advice(arrays, others, bool(leaves))),
+        (*_shared(found), *_advice(arrays, others, bool(leaves))),
         tuple(arrays),
         tuple(leaves),
         sum(x.num_bytes for x in found),
@@ -336,6 +348,33 @@ def _explain_step(name: str, step: Step) -> StepExplanation:
         needed if leaves else None,
         moved,
     )
+
+
+def _shared(arguments: Sequence[Argument]) -> Iterator[str]:
+    """What JAX refuses to run: a donated buffer that another argument has too."""
+    seen: set[int] = set()
+    for x in arguments:
+        if id(x) in seen or not x.aliases:
+            continue
+        same = [x, *x.aliases]
+        seen |= set(map(id, same))
+        donated = [y for y in same if y.donated]
+        if not donated:
+            continue
+        error = "Attempt to donate the same buffer twice"
+        if not donated[1:]:
+            error = "Attempt to use a buffer that was previously donated"
+        names = [y.name for y in donated]
+        which = f"{_list(names)} {'are' if names[1:] else 'is'}"
+        if len(donated) == len(same):
+            which, names = "each is", names[1:]
+        copies = _list([f"jnp.copy({name})" for name in names])
+        yield (
+            f"{_list([y.name for y in same])} are one array, and {which} donated, so "
+            f'{_REFUSED} ("{error}"). If they may become different, copy before the '
+            f"first step: {copies}. If they are tied, keep one parameter, and read it "
+            "in each place."
+        )
 
 
 def _advice(

@@ -182,7 +182,7 @@ def transform(
         call = trace_call(fun, numbers, has_aux, tables, args, kwargs, caller)
         plan = make_plan(call, stacks=stacks)
         if observer.value is not None:
-            observer.value(call.leaves)
+            observer.value(call)
         loss, aux, grads = _differentiate(plan)
         grads = jax.tree_util.tree_unflatten(call.tree, grads)
         return ((loss, aux) if has_aux else loss), grads

@@ -19,13 +19,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
+import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat, _hlo, _primitives
-from sparsejax.transform.trace import Leaf, LeafExplanation, observer
+from sparsejax.transform.trace import Call, LeafExplanation, mark, mark_of, observer
 
 
-_MARK = "sparsejax.explain "
 _IDENTITIES = frozenset(
     "name optimization_barrier copy copy_p pvary pcast sharding_constraint".split()
 )
@@ -64,6 +63,8 @@ class Argument:
       uses: the operations on it.
       swapped: True if its buffer gets the new value of another argument.
       gradient: the leaf that it is, for all calls of `value_and_grad`; or None.
+      tables: the names of the tables that it is a stack of, if they are known.
+      aliases: the other arguments with the same buffer.
       table: the table that its rows follow; for a table, itself.
     """
 
@@ -77,6 +78,8 @@ class Argument:
     uses: Sequence[Use] = dataclasses.field(repr=False)
     swapped: bool
     gradient: LeafExplanation | None = None
+    tables: tuple[str, ...] = ()
+    aliases: Sequence["Argument"] = dataclasses.field(default=(), repr=False)
     table: "Argument | None" = dataclasses.field(default=None, repr=False)
 
     @property
@@ -102,11 +105,13 @@ class Step:
       jaxpr: its open jaxpr.
       lower: lowers it.
       leaves: those that are differentiated.
+      arrays: the arrays and numbers that it is called with.
     """
 
     jaxpr: Any
     lower: Callable[[], Any]
     leaves: Sequence[LeafExplanation]
+    arrays: Sequence[Any]
 
     def compile(self) -> tuple[list[Argument], list[LeafExplanation], Any]:
         """The arguments, the leaves that are none of them, the `memory_analysis()`."""
@@ -139,14 +144,20 @@ class Step:
                 )
             )
         leaves = list(self.leaves)
-        for mark, k in follow.marks.items():
-            found[k].gradient = _add(found[k], leaves[mark])
+        for number, k in follow.marks.items():
+            found[k].gradient = _add(found[k], leaves[number])
+            found[k].tables = leaves[number].tables
+        for k, tables in follow.stacks.items():
+            found[k].tables = tables
+        for numbers in _aliases(self.arrays, self.jaxpr.invars):
+            for k in numbers:
+                found[k].aliases = [found[other] for other in numbers if other != k]
         _find_tables(found, follow.together)
         counts = collections.Counter(x.gradient.name for x in found if x.gradient)
         for x in found:
             if x.gradient and counts[x.gradient.name] == 1:
                 x.name = x.gradient.name
-        others = [x for mark, x in enumerate(leaves) if mark not in follow.marks]
+        others = [x for k, x in enumerate(leaves) if k not in follow.marks]
         return found, others, compiled.memory_analysis()
 
 
@@ -161,11 +172,11 @@ def trace_step(
       leaves: gets those that are differentiated, also if the function raises.
     """
 
-    def observe(found: Sequence[Leaf]) -> None:
-        for leaf in found:
+    def observe(call: Call) -> None:
+        for leaf, found in zip(call.leaves, explain_leaves(call)):
             if _arguments.is_array(leaf.value):
-                checkpoint_name(leaf.value, f"{_MARK}{len(leaves)}")
-            leaves.append(leaf.explanation())
+                mark(leaf.value, len(leaves))
+            leaves.append(found)
 
     with observer(observe), _unused_donations_ignored():
         if hasattr(fun, "trace"):
@@ -189,7 +200,21 @@ def trace_step(
             seen = list(leaves)
             lowered = _of_jax(fun.lower(*args, **kwargs))
             lower, leaves = lambda: lowered, seen
-    return Step(_compat.open_jaxpr(jaxpr)[0], lower, leaves)
+    is_array = lambda x: _arguments.is_array(x) or isinstance(x, (int, float, complex))
+    arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+    return Step(_compat.open_jaxpr(jaxpr)[0], lower, leaves, arrays)
+
+
+def explain_leaves(call: Call) -> list[LeafExplanation]:
+    """The leaves of a call of `value_and_grad`, planned and traced under `observer`."""
+    follow = _Follow()
+    follow.run(call.jaxpr, [(k, 0) for k in range(len(call.inputs))])
+    return [
+        dataclasses.replace(
+            leaf.explanation(), tables=follow.stacks.get(leaf.position, ())
+        )
+        for leaf in call.leaves
+    ]
 
 
 @contextlib.contextmanager
@@ -218,6 +243,28 @@ def _add(argument: Argument, leaf: LeafExplanation) -> LeafExplanation:
         reads=old.reads + leaf.reads,
         reason=old.reason or leaf.reason,
     )
+
+
+def _aliases(arrays: Sequence[Any], variables: Sequence[Any]) -> list[list[int]]:
+    """The numbers of the arguments with the same buffer, for each buffer with several.
+
+    Empty if the arrays are not one by one the variables of the program: nnx passes a
+    variable that a module has twice once.
+    """
+    if [jnp.shape(x) for x in arrays] != [v.aval.shape for v in variables]:
+        return []
+    numbers: dict[Any, list[int]] = {}
+    for k, x in enumerate(arrays):
+        if isinstance(x, jax.Array) and _arguments.is_concrete(x) and x.size:
+            numbers.setdefault(_buffer(x), []).append(k)
+    return [group for group in numbers.values() if group[1:]]
+
+
+def _buffer(x: jax.Array) -> Any:
+    """The address of an array on its first device, or the id of the object."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended) or x.is_deleted():
+        return "id", id(x)
+    return x.addressable_shards[0].data.unsafe_buffer_pointer()
 
 
 def _update(argument: _hlo.Argument) -> str:
@@ -285,6 +332,7 @@ class _Follow:
 
     def __init__(self):
         self.marks: dict[int, int] = {}  # from leaves to arguments
+        self.stacks: dict[int, tuple[str, ...]] = {}  # from arguments to their tables
         self.uses: dict[int, list[Use]] = {}
         self.together: list[list[int]] = []  # arguments that one equation writes
         self._written: set[_Value] = set()
@@ -318,9 +366,11 @@ class _Follow:
             # What the body does not get, like the index of a branch, comes first.
             return [self.run(b, ins[-len(b.invars) :], line) for b in bodies][0]
         if name in _IDENTITIES:
-            mark = str(eqn.params.get("name", ""))
-            if mark.startswith(_MARK):
-                self.marks[int(mark.removeprefix(_MARK))] = ins[0][0]
+            found = mark_of(eqn)
+            if isinstance(found, list):
+                self.stacks[ins[0][0]] = tuple(found)
+            elif found is not None:
+                self.marks[found] = ins[0][0]
             return ins
         known = [(v.aval, x) for v, x in zip(eqn.invars, ins) if x]
         for _, x in known:

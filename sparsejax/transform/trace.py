@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import json
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows, with_leaves
@@ -20,9 +22,36 @@ from sparsejax.transform.interpreter import Site
 # may stand for one. JAX keeps programs traced under different values apart.
 makes_views: Any = jax.make_user_context(False)
 
-# A function that is told the leaves of each call of `value_and_grad`, while `explain`
-# traces a step.
+# A function that is told each call of `value_and_grad`, while `explain` traces.
 observer: Any = jax.make_user_context(None)
+
+_MARK = "sparsejax.explain "
+
+
+def mark(x: jax.Array, what: int | Sequence[str]) -> jax.Array:
+    """`x`, marked for `explain` by an equation that the compiled program is without.
+
+    Args:
+      x: array.
+      what: the number of a leaf, or the names of the tables that `x` is a stack of.
+    """
+    return checkpoint_name(x, _MARK + json.dumps(what))
+
+
+def mark_of(eqn: Any) -> int | list[str] | None:
+    """What an equation marks its input with, or None."""
+    name = str(eqn.params.get("name", ""))
+    return json.loads(name.removeprefix(_MARK)) if name.startswith(_MARK) else None
+
+
+def mark_stack(stack: Any, tables: Sequence[str]) -> Any:
+    """A stack of tables, marked with their names while `explain` traces."""
+    if observer.value is None:
+        return stack
+    is_float = lambda x: (
+        _arguments.is_array(x) and jnp.issubdtype(x.dtype, jnp.floating)
+    )
+    return jax.tree.map(lambda x: mark(x, tables) if is_float(x) else x, stack)
 
 
 @dataclasses.dataclass
@@ -99,6 +128,8 @@ class LeafExplanation:
       reads: `(number of rows, "file:line")` of each read.
       reason: why it is not sparse; empty if it is.
       height: number of rows; of a stack of tables, of all of them.
+      tables: the names of the tables that it is a stack of, if an `EmbeddingCollection`
+        reads it.
     """
 
     name: str
@@ -109,6 +140,7 @@ class LeafExplanation:
     reads: tuple[tuple[int, str], ...]
     reason: str
     height: int
+    tables: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass

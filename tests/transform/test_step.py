@@ -3,6 +3,7 @@
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
+import dataclasses
 import functools
 import re
 
@@ -223,6 +224,71 @@ def test_only_arrays_with_its_rows_follow_a_table():
     tx = sj.optim.lazy(make(learning_rate=0.1, momentum=0.9))
     found = explain(make_step(tx), tx=tx)
     assert len(found.arrays) == 2 and not found.advice
+
+
+# ------------------------------------------------------------------ stacks, aliases
+
+
+@pytest.mark.parametrize("value_and_grad", [sj.value_and_grad, jax.value_and_grad])
+def test_the_tables_of_a_stack(value_and_grad):
+    dense = sj.nn.Embedding(70, 4, sparse_grad=False)
+    tables = {f"t{k}": (400 + k, 4) for k in range(6)} | {"w": (90, 8), "own": dense}
+    layer = sj.nn.EmbeddingCollection(tables)
+    params = {"emb": layer.init(jax.random.key(0))}
+    ids = dict.fromkeys(tables, jnp.arange(4))
+
+    @jax.remat
+    def loss(params, ids):
+        return sum(jnp.sum(x**2) for x in layer(params["emb"], ids).values())
+
+    tx = SGD if value_and_grad is sj.value_and_grad else optax.sgd(0.1)
+    step = make_step(tx, value_and_grad, loss=loss)
+    found = explain(step, tx=tx, params=params, batch=ids)
+    lines = ["6 tables: t0, t1, t2, t3 and 2 more", "table: w", "table: own"]
+    assert all(f" {line}\n" in str(found) for line in lines)
+    stack = found["params['emb']['stack_width4_float32']"]
+    assert stack.tables == tuple(f"t{k}" for k in range(6))
+    told = sj.explain(loss)(params, ids)
+    assert told["params['emb']['stack_width8_float32']"].tables == ("w",)
+    assert all(line in str(told) for line in lines)
+    alone = dataclasses.replace(layer, stacked=False)
+    loss = lambda params: sum(jnp.sum(x) for x in alone(params, ids).values())
+    assert "tables" not in str(sj.explain(loss)(alone.init(jax.random.key(0))))
+
+
+def test_the_tables_of_a_sharded_stack(eight_devices):
+    layer = sj.nn.EmbeddingCollection({"a": (64, 4), "b": (32, 4)})
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    shard = functools.partial(sj.parallel.shard_rows, mesh=mesh, axis="d")
+    params = {k: shard(x) for k, x in layer.init(jax.random.key(0)).items()}
+    ids = dict.fromkeys("ab", jnp.arange(8))
+    loss = lambda params: sum(jnp.sum(x**2) for x in layer(params, ids).values())
+    assert "2 tables: a, b" in str(sj.explain(loss)(params))
+
+
+def test_an_array_that_is_donated_twice():
+    table, more = jnp.ones((V, D)), jnp.ones((V, D))
+    read = lambda params, ids: jnp.sum(params["a"][ids] * params["b"][ids])
+    step, batch = make_step(loss=read), jnp.arange(N)
+    for twin in (table, jax.device_put(table)):  # which shares the buffer
+        found = explain(step, params={"a": table, "b": twin}, batch=batch)
+        assert "params['a'] and params['b'] are one array, and each" in found.advice[0]
+        assert "copy before the first step: jnp.copy(params['b'])." in found.advice[0]
+        assert str(found).startswith("step: this fails, or costs more")
+    params = {"a": table, "b": more}
+
+    two = lambda params, old, ids: (step(params, SGD.init(params), ids)[0], old[0])
+    donated = sj.explain(jax.jit(two, donate_argnums=0))
+    (advice,) = donated(params, table, batch).advice
+    assert "params['a'] and old are one array, and params['a'] is donated" in advice
+    assert "previously donated" in advice and "jnp.copy(params['a'])." in advice
+    assert not donated(params, jnp.copy(table), batch).advice
+    assert not explain(step, params=params, batch=batch).advice
+    same = {"a": table, "b": table}  # not donated: JAX takes it
+    assert all(
+        "one array" not in x
+        for x in explain(step, donate=(), params=same, batch=batch).advice
+    )
 
 
 # ------------------------------------------------------------------ forms of steps
