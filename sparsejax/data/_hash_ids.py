@@ -17,6 +17,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ColumnLike
 from sparsejax._hashing import hash_words, mix
 from sparsejax.data import _arrow
+from sparsejax.data._selection import place_of
 
 
 _MASK = (1 << 64) - 1
@@ -129,7 +130,7 @@ class HashIds:
           IndexError: `column` is out of range.
         """
         call = "sparsejax.data.HashIds.encode"
-        place = self._place(call, column)
+        place = place_of(call, column, self.names, self._num_columns())
         return self._ids_of(place, _arrow.as_column(call, words))
 
     def _num_columns(self) -> int | None:
@@ -137,31 +138,6 @@ class HashIds:
         if not isinstance(self.num_buckets, int):
             return len(self.num_buckets)
         return len(self.names) or None
-
-    def _place(self, call: str, column: int | str) -> int:
-        """Returns the position of a column that is given by name or by position."""
-        own = self._num_columns()
-        if isinstance(column, str):
-            names = list(self.names)
-            if column in names:
-                return names.index(column)
-            known = f"It has {names}" if names else "Its columns have no names"
-            last = "" if own is None else f" to {own - 1}"
-            raise ValueError(
-                f"{call}: this HashIds has no column {column!r}. {known}. Pass a "
-                f"position from 0{last}, or make it with names=."
-            )
-        place = _arguments.static_int(
-            call,
-            "column",
-            column,
-            hint=" Pass the name of a column, or its position from 0.",
-        )
-        if own is not None and place >= own:
-            raise IndexError(
-                f"{call}: column {place} is out of range for {own} columns."
-            )
-        return place
 
     def _ids_of(self, column: int, words: _arrow.Column) -> np.ndarray:
         sizes = self.num_buckets

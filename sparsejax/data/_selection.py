@@ -1,9 +1,9 @@
-"""Selection: the columns of a source that are the label, numbers and words."""
+"""Columns by name or by position: the label, numbers and words of a source."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -120,3 +120,29 @@ def _as_place(place: Any) -> int | str | None:
     if isinstance(place, (int, np.integer)) and not isinstance(place, bool):
         return int(place) if place >= 0 else None
     return place if isinstance(place, str) else None
+
+
+def place_of(call: str, column: Any, names: Sequence[str], count: int | None) -> int:
+    """Returns the position of a column that is given by name or by position.
+
+    Args:
+      call: the public call, for errors.
+      column: a name, or a position from 0.
+      names: the names of all columns, or empty.
+      count: the number of columns; None if it is not known.
+    """
+    if isinstance(column, str):
+        if column in names:
+            return list(names).index(column)
+        found = "The columns have no names. Pass"
+        if names:
+            found = f"The columns are {list(names)}. Pass one of these names, or"
+        last = "" if count is None else f" to {count - 1}"
+        raise ValueError(
+            f"{call}: there is no column {column!r}. {found} a position from 0{last}."
+        )
+    hint = " Pass the name of a column, or its position from 0."
+    place = _arguments.static_int(call, "column", column, hint=hint)
+    if count is not None and place >= count:
+        raise IndexError(f"{call}: column {place} is out of range for {count} columns.")
+    return place

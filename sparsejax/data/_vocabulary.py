@@ -17,7 +17,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, ColumnLike, Progress, PyTree
 from sparsejax._files import ArraySpec, as_path, read_npz, replacing
 from sparsejax.data import _arrow, _sources
-from sparsejax.data._selection import as_selection
+from sparsejax.data._selection import as_selection, place_of
 
 
 # Distinct words of batches that wait to be counted together. A batch has nearly as many
@@ -568,29 +568,8 @@ class Vocabulary:
     # -------------------------------------------------------------- private
 
     def _place(self, method: str, column: int | str) -> int:
-        """Returns the position of a column that is given by name or by position."""
         call = f"sparsejax.data.Vocabulary.{method}"
-        if isinstance(column, str):
-            names = list(self.names)
-            if column in names:
-                return names.index(column)
-            known = f"It has {names}" if names else "Its columns have no names"
-            raise ValueError(
-                f"{call}: the vocabulary has no column {column!r}. {known}. Pass a "
-                f"name of it, or a position from 0 to {len(self.sorted_words) - 1}."
-            )
-        place = _arguments.static_int(
-            call,
-            "column",
-            column,
-            hint=" Pass the name of a column, or its position from 0.",
-        )
-        own = len(self.sorted_words)
-        if place >= own:
-            raise IndexError(
-                f"{call}: column {place} is out of range for {own} columns."
-            )
-        return place
+        return place_of(call, column, self.names, len(self.sorted_words))
 
     def _ids_of(self, place: int, words: _arrow.Column) -> np.ndarray:
         """Returns the ids of a column of words, int32 `[n]`."""
