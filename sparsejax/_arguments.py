@@ -104,6 +104,7 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
         except (TypeError, ValueError):
             way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
             way_out = _WORDS if _has_words(ids) else f"Pass {way_out}."
+            way_out = convert_tensor(ids, name) or way_out
             raise wrong_type(
                 call, name, "an array of integers", kind_of(ids), way_out
             ) from None
@@ -135,6 +136,18 @@ def _has_words(x: Any) -> bool:
         return False
     some = x.flat[0] if x.size and x.dtype == object else None
     return x.dtype.kind in "UST" or isinstance(some, (str, bytes))
+
+
+def convert_tensor(x: Any, name: str) -> str:
+    """How to convert `x`, if it is a tensor of PyTorch or TensorFlow; or empty."""
+    module = type(x).__module__.partition(".")[0]
+    ways = {
+        # DLPack has bfloat16 and GPUs too.
+        "torch": f"jnp.asarray({name}.detach().cpu().numpy()), or "
+        f"jax.dlpack.from_dlpack({name}.detach())",
+        "tensorflow": f"jnp.asarray({name}.numpy())",
+    }
+    return f"Convert the tensor: {ways[module]}." if module in ways else ""
 
 
 def saturate(ids: Any) -> Any:

@@ -118,8 +118,8 @@ def lookup(
 
 def check_order(call: str, table: Any, ids: Any) -> None:
     """Raises a TypeError if ids and table are swapped."""
-    dtype = getattr(ids, "dtype", None)
-    if dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+    # Only an array's dtype is NumPy's: a column of polars has a type of its own.
+    if _arguments.is_array(ids) and jnp.issubdtype(ids.dtype, jnp.floating):
         if jnp.issubdtype(table.dtype, jnp.integer):
             raise _arguments.wrong_type(
                 call,

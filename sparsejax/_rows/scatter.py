@@ -148,8 +148,9 @@ def _as_table(call: str, table: Any) -> jax.Array:
             "table",
             "a JAX or NumPy array",
             _arguments.kind_of(table),
-            "To change a SelectedRows, add to it with +, or write to its dense array, "
-            ".to_dense().",
+            _arguments.convert_tensor(table, "table")
+            or "To change a SelectedRows, add to it with +, or write to its dense "
+            "array, .to_dense().",
         )
     if table.ndim == 0:
         raise ValueError(

@@ -34,7 +34,8 @@ def as_table(call: str, x: Any, name: str = "table") -> Table:
             name,
             "a JAX or NumPy array, a SelectedRows, a QuantizedTable or a ShardedTable",
             _arguments.kind_of(x),
-            "Pass the array of weights itself, as in params['table'].",
+            _arguments.convert_tensor(x, name)
+            or "Pass the array of weights itself, as in params['table'].",
         )
     if table.ndim == 0:
         raise ValueError(

@@ -176,8 +176,12 @@ def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     """One parameter, an array or a table of that shape; raises otherwise."""
     value = table_or_none(params[name])
     if value is None:
-        want, found = f"an array of shape {shape}", _arguments.kind_of(params[name])
-        raise _arguments.wrong_type(call, f"params[{name!r}]", want, found)
+        given, called = params[name], f"params[{name!r}]"
+        want, fix = (
+            f"an array of shape {shape}",
+            _arguments.convert_tensor(given, called),
+        )
+        raise _arguments.wrong_type(call, called, want, _arguments.kind_of(given), fix)
     if tuple(value.shape) != shape:
         raise ValueError(
             f"{call}: params[{name!r}] must have shape {shape}, got {value.shape}. "

@@ -379,11 +379,14 @@ def _check_differentiable(caller: str, name: str, value: Any) -> None:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
         found = type(value).__name__ if dtype is None else dtype.name
+        way_out = _arguments.convert_tensor(value, name) or (
+            "Pass it as an argument that is not in argnums, or split it off the tree "
+            "(equinox.partition). For a flax.nnx module call "
+            "sparsejax.nn.nnx.value_and_grad."
+        )
         raise TypeError(
             f"{caller}: cannot differentiate with respect to {name}: it must be real "
-            f"or complex floating point, got {found}. Pass it as an argument that is "
-            "not in argnums, or split it off the tree (equinox.partition). For a "
-            "flax.nnx module call sparsejax.nn.nnx.value_and_grad."
+            f"or complex floating point, got {found}. {way_out}"
         )
 
 

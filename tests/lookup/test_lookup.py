@@ -173,6 +173,21 @@ def test_ids_as_python_ints_and_lists():
     assert_same_bits(inside, rows[2:4])
 
 
+def test_ids_of_another_library():
+    """Its dtype is not NumPy's, as in a column of polars or a tensor of PyTorch."""
+
+    class Column:
+        dtype = "Int64 of another library"
+
+        def __array__(self, dtype=None, copy=None):
+            return np.array([4, 0], dtype)
+
+    rows = np.asarray(table_of(V))[[4, 0]]
+    assert_same_bits(sj.lookup(table_of(V), Column()), rows)
+    bag = sj.embedding_bag(table_of(V), Column(), jnp.zeros(2, int), 1, combiner="max")
+    assert_same_bits(bag, rows.max(0, keepdims=True))
+
+
 def test_a_table_without_rows():
     empty = jnp.zeros((0, D))
     ids = jnp.array([0, -1])

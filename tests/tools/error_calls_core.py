@@ -338,9 +338,24 @@ np.asarray(st)
 table = jnp.ones((4, 2))
 ids = jnp.array([1, 3])
 pulled = sj.SelectedRows(jnp.array([1]), jnp.ones((1, 2)), height=4)
+torch, tensorflow = (
+    type("Tensor", (), {"__module__": module})() for module in ("torch", "tensorflow")
+)
 """,
         """
 sj.lookup({"table": table}, ids)
+
+sj.lookup(torch, ids)
+
+sj.lookup(table, torch)
+
+sj.embedding_bag(table, tensorflow, combiner="none")
+
+sj.scatter_assign(torch, ids, table[ids])
+
+sj.grad(lambda table: jnp.sum(sj.lookup(table, ids)))(torch)
+
+sj.nn.Embedding(4, 2)({"embedding": torch}, ids)
 
 sj.lookup(jnp.float32(1), ids)
 
