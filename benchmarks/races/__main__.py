@@ -29,6 +29,7 @@ def main(argv=None):
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--lr", type=float, nargs=2, help="of ours and peer; no tuning")
     parser.add_argument("--set", type=setting, nargs="*", default=[], help="NAME=VALUE")
+    parser.add_argument("--plot", metavar="FILE.png", help="the score over seconds")
     parser.add_argument("--side", metavar="JSON", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.name is None:

@@ -204,6 +204,28 @@ def table(race, runs, versions, rates):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def plot(race, runs, versions, path, title):
+    """The score over the seconds of training: a line a seed, and their median."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    ax = figure.subplots()
+    peer = f"{race.VERSION_OF} {versions['peer']}"
+    names = {"ours": f"sparsejax, {race.EXAMPLE}", "peer": peer}
+    for color, side in zip(("C0", "C1"), SIDES):
+        curves = [[(p["seconds"], p["score"]) for p in points] for points in runs[side]]
+        for curve in curves:
+            ax.plot(*zip(*curve), color=color, alpha=0.3, linewidth=1)
+        median = np.median(curves, axis=0)  # over the seeds, of each epoch
+        ax.plot(*median.T, "o-", color=color, label=names[side])
+    ax.set(xlabel="seconds of training, compilation included", ylabel=race.SCORE)
+    ax.set_title(title, fontsize=10)
+    ax.set_xlim(left=0)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
 def race(name, args):
     """Tunes both sides, lets them take turns, and prints the table."""
     module = importlib.import_module(f"benchmarks.races.{name}")
@@ -243,4 +265,6 @@ def race(name, args):
     told = {**settings, "data": args.data, "epochs": epochs}
     print(f"{told}, {args.threads} threads, {args.seeds} seeds, load {load:.1f}")
     print(table(module, runs, versions, rates))
+    if args.plot:
+        plot(module, runs, versions, args.plot, f"{module.__doc__.splitlines()[0]}")
     return 0

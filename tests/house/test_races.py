@@ -54,6 +54,22 @@ def test_the_table():
     assert cells[3][-1] == "-"
 
 
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    race = types.SimpleNamespace(SCORE="AUC", EXAMPLE="a.py", VERSION_OF="other")
+    points = lambda *scores: [
+        {"seconds": float(n), "score": score} for n, score in enumerate(scores)
+    ]
+    runs = {"ours": [points(0.1, 0.5), points(0.2, 0.7)], "peer": [points(0.3)]}
+    file = tmp_path / "race.svg"
+    common.plot(race, runs, {"ours": "1", "peer": "2"}, file, "A race")
+    text = file.read_text()
+    thin = [text.count(f"{color}; stroke-opacity: 0.3") for color in ("b4", "0e")]
+    assert thin == [2, 1]  # of the seeds: C0 is #1f77b4, C1 is #ff7f0e
+    for name in "AUC", "A race", "sparsejax, a.py", "other 2":
+        assert f"<!-- {name} -->" in text
+
+
 def test_the_best_validation_score_at_the_end_wins():
     curves = {0.1: [{"score": 0.9}, {"score": 0.2}], 0.2: [{"score": 0.3}]}
     assert common.tuned(curves) == 0.2
