@@ -37,7 +37,7 @@ from jax import lax
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
-from sparsejax._rows.always_true import always_true
+from sparsejax._rows.order_after import always_true
 
 
 _CALL = "sparsejax.HashIndex"

@@ -52,8 +52,7 @@ import numpy as np
 from sparsejax import _arguments, _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
-from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.registry import Registry
+from sparsejax.transform.liveness import Liveness, Registry
 from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
 
 

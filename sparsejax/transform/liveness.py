@@ -4,6 +4,8 @@ A use of a table counts only if its result reaches the loss along floating-point
 a use under `stop_gradient`, in a comparison or for aux alone is not differentiated. The
 analysis runs backwards over a jaxpr and is conservative: a dead variable has a zero
 gradient; a live variable may have a zero gradient.
+
+`Registry` has the functions for primitives: flows here, rules in `interpreter.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,8 +14,52 @@ from typing import Any
 import jax.numpy as jnp
 
 from sparsejax import _compat
-from sparsejax.transform.registry import Registry
 
+
+# -- functions by primitive
+
+
+class Registry:
+    """Entries for primitives; the latest comes first.
+
+    An entry for a primitive and one for its name are in one order: a rule for "gather"
+    must come before the rule that is registered for JAX's `gather_p`.
+    """
+
+    def __init__(self):
+        self._entries: dict[str, list[tuple[Any, Any]]] = {}
+
+    def add(self, primitive: Any, entry: Any) -> None:
+        """Registers a function for a primitive, or for all primitives of that name.
+
+        It replaces a function of the same module and name, so that a cell of a notebook
+        can be run again.
+        """
+        entries = self._entries.setdefault(_name_of(primitive), [])
+        same = lambda key, old: key == primitive and _id_of(old) == _id_of(entry)
+        entries[:] = [(primitive, entry), *(e for e in entries if not same(*e))]
+
+    def find(self, primitive: Any) -> Sequence[Any]:
+        """The functions for a primitive, the latest first."""
+        entries = self._entries.get(primitive.name, ())
+        return [e for key, e in entries if key is primitive or isinstance(key, str)]
+
+    def named(self, name: str) -> Sequence[Any]:
+        """The functions for all primitives of that name."""
+        return [entry for _, entry in self._entries.get(name, ())]
+
+
+def _name_of(primitive: Any) -> str:
+    return primitive if isinstance(primitive, str) else primitive.name
+
+
+def _id_of(function: Any) -> tuple[Any, Any]:
+    return getattr(function, "__module__", None), getattr(
+        function, "__qualname__", function
+    )
+
+
+# -- flows
 
 # A function of (liveness, eqn, out) that returns for each input True if it is live.
 Flow = Callable[["Liveness", Any, tuple[bool, ...]], Sequence[bool]]
@@ -47,6 +93,9 @@ def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
         return flow
 
     return register
+
+
+# -- the analysis
 
 
 class Liveness:

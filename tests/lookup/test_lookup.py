@@ -182,9 +182,10 @@ def test_ids_of_another_library():
         def __array__(self, dtype=None, copy=None):
             return np.array([4, 0], dtype)
 
+    column: Any = Column()
     rows = np.asarray(table_of(V))[[4, 0]]
-    assert_same_bits(sj.lookup(table_of(V), Column()), rows)
-    bag = sj.embedding_bag(table_of(V), Column(), jnp.zeros(2, int), 1, combiner="max")
+    assert_same_bits(sj.lookup(table_of(V), column), rows)
+    bag = sj.embedding_bag(table_of(V), column, jnp.zeros(2, int), 1, combiner="max")
     assert_same_bits(bag, rows.max(0, keepdims=True))
 
 

@@ -19,7 +19,7 @@ from jax import lax
 from sparsejax import _arguments
 from sparsejax._lookup.lowerings import xla
 from sparsejax._rows import indexing, merge
-from sparsejax._rows.always_true import always_true
+from sparsejax._rows.order_after import always_true
 
 
 _COLUMNS = 16  # of a fixed bag that are added in one loop

@@ -23,7 +23,7 @@ from jax import lax
 
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax._rows.always_true import always_true
+from sparsejax._rows.order_after import always_true
 from sparsejax.optim._exact import closed_form
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._lazy.gather_scatter import scatter_rows

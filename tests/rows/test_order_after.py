@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from sparsejax import _compat
-from sparsejax._rows.always_true import always_true
+from sparsejax._rows.order_after import always_true
 
 
 pytestmark = pytest.mark.window
