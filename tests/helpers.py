@@ -38,6 +38,17 @@ def with_ids_as(dtype, tree):
     return jax.tree.map(lambda x: cast(x) if is_rows(x) else x, tree, is_leaf=is_rows)
 
 
+@jax.jit
+def whole(tree):
+    """The tree with plain arrays in place of sharded tables and sparse gradients.
+
+    In one program: of an eager `to_dense`, JAX compiles each operation for all devices.
+    """
+    is_leaf = lambda x: hasattr(x, "to_dense")
+    dense = lambda x: x.to_dense() if is_leaf(x) else x
+    return jax.tree.map(dense, tree, is_leaf=is_leaf)
+
+
 def assert_trees_close(actual, expected, *, rtol=None, atol=None):
     """Equal trees: structure, shapes and dtypes exactly, floats to rounding.
 

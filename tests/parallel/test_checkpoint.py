@@ -72,20 +72,21 @@ def test_any_number_of_devices_and_either_layout(tmp_path):
         "counts": table_of(np.int32, ()),
         "flags": table_of(np.int8).astype(bool),
     }
-    every = list(itertools.product((1, 2, 3, 4), LAYOUTS))
+    every = [(1, "mod"), (2, "block"), (3, "mod"), (4, "block")]
+    others = [(1, "block"), (2, "mod"), (4, "mod"), (4, "block")]
     with ocp.CheckpointManager(tmp_path) as manager:
         for step, (n, layout) in enumerate(every):
             tree = {k: sharded(t, n, layout) for k, t in tables.items()}
             tree["plain"] = jnp.asarray(tables["f32"])
             sj.parallel.save(manager, tree, step=step)
-        for step, (n, layout) in itertools.product(range(len(every)), every[::3]):
+        for step, (n, layout) in itertools.product(range(len(every)), others):
             like = {k: abstract(t, n, layout) for k, t in tables.items()}
             like["plain"] = abstract(tables["f32"], n, layout)
             restored = sj.parallel.restore(manager, like, step=step)
             for name, table in {**tables, "plain": tables["f32"]}.items():
                 assert_same_table(restored[name], sharded(table, n, layout))
         like = jax.tree.map(jnp.asarray, {**tables, "plain": tables["f32"]})
-        found = sj.parallel.restore(manager, like, step=5)  # no longer sharded
+        found = sj.parallel.restore(manager, like, step=2)  # no longer sharded
         assert_trees_close(found, like)
 
 

@@ -123,8 +123,8 @@ def test_owners_hold_what_a_round_carries(name):
         memory: Any = _lowered(tx, shards, None, batch)[1].compile().memory_analysis()
         return memory.temp_size_in_bytes
 
-    two, four, eight = (temporaries(shards, BATCH) for shards in (2, 4, 8))
-    assert two > 1.9 * four > 3.6 * eight
+    two, eight = (temporaries(shards, BATCH) for shards in (2, 8))
+    assert two > 3.6 * eight
     as_many_ids = temporaries(2, BATCH // 4)
     assert eight < 1.1 * as_many_ids
     # A device reads, merges, sends and receives arrays with a row for each id.

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import sparsejax as sj
-from helpers import assert_trees_close
+from helpers import assert_trees_close, whole
 
 
 # Optax's Adam and flax need loose promotion.
@@ -108,14 +108,6 @@ def train(params, loss_fn, plan=None):
 
 def is_sharded(x):
     return isinstance(x, sj.parallel.ShardedTable)
-
-
-def whole(params):
-    return jax.tree.map(
-        lambda x: np.asarray(x.to_dense() if is_sharded(x) else x),
-        params,
-        is_leaf=is_sharded,
-    )
 
 
 LAYOUTS = ("row-sharded", "column-sharded", "replicated-sparse")

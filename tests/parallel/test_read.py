@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import slow_but
+from helpers import slow_but, whole
 
 
 # Optax's Adam needs loose promotion; the lookups themselves are tested without.
@@ -172,8 +172,8 @@ def test_training_equals_one_device(name, where, kind):
                 params, state, value = step(params, state, ids)
                 losses.append(float(value))
             np.testing.assert_allclose(losses, want_losses, rtol=1e-5, atol=1e-5)
-            for got, table in zip(params["tables"], want["tables"]):
-                np.testing.assert_allclose(got.to_dense(), table, rtol=1e-5, atol=1e-5)
+            for got, table in zip(whole(params["tables"]), want["tables"]):
+                np.testing.assert_allclose(got, table, rtol=1e-5, atol=1e-5)
         assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -192,7 +192,7 @@ def test_bfloat16_sums_in_float32():
     )
     assert merged.dtype == jnp.bfloat16
     # Added one by one in bfloat16, 256 of them stop growing at half of that.
-    assert float(merged.to_dense()[7, 0]) == 258.0
+    assert float(whole(merged)[7, 0]) == 258.0
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def test_other_optimizers():
     new, norm, grads = step(params, tx.init(params))
     plain = lambda t: jnp.sum(sj.lookup(t, IDS, mode="zero") ** 2)
     want = jax.grad(plain)(jnp.asarray(_table()))
-    np.testing.assert_allclose(new["t"].to_dense(), _table() - 0.1 * want, rtol=1e-5)
+    np.testing.assert_allclose(whole(new)["t"], _table() - 0.1 * want, rtol=1e-5)
     np.testing.assert_allclose(norm, jnp.linalg.norm(want), rtol=1e-5)
     for other in (
         sj.optim.accumulate(sj.optim.lazy(optax.sgd(0.1)), 2, 16),
@@ -291,14 +291,19 @@ def test_few_rows_and_no_ids(height):
     sharded = sj.parallel.shard_rows(table, mesh, axis)
     assert sharded.shape == (height, 2)
     assert sharded.values.shape[0] == 4 * sharded.rows_per_shard
-    np.testing.assert_array_equal(sharded.to_dense(), table)
-    ids = np.arange(-2, 7)
-    rows = sj.lookup(sharded, ids, mode="zero")
+    np.testing.assert_array_equal(whole(sharded), table)
+    ids, no_ids = np.arange(-2, 7), np.zeros((0, 5), np.int32)
+    loss = lambda t: jnp.sum(sj.lookup(t, no_ids[:, 0]))
+
+    @jax.jit
+    def run(t):
+        rows = sj.lookup(t, ids, mode="zero")
+        return rows, sj.lookup(t, no_ids), sj.grad(loss, tables=True)(t)
+
+    rows, none, grad = run(sharded)
     np.testing.assert_array_equal(rows, sj.lookup(table, ids, mode="zero"))
-    none = sj.lookup(sharded, np.zeros((0, 5), np.int32))
     assert none.shape == (0, 5, 2)
-    loss = lambda t: jnp.sum(sj.lookup(t, np.zeros((0,), np.int32)))
-    assert sj.grad(loss, tables=True)(sharded).values.capacity == 0
+    assert grad.values.capacity == 0
 
 
 @pytest.mark.slow
@@ -311,7 +316,7 @@ def test_ids_of_any_kind(x64):
         jnp.array(100),
         [3, 3],
     ):
-        rows = sj.lookup(sharded, ids)
+        rows = jax.jit(lambda t, ids=ids: sj.lookup(t, ids))(sharded)
         want = sj.lookup(_table(), ids)
         assert rows.dtype == want.dtype == jnp.float32
         np.testing.assert_array_equal(rows, want)
@@ -321,19 +326,20 @@ def test_ids_of_any_kind(x64):
 def test_measured_capacity_is_one_round():
     mesh, axis = _mesh("4")
     sharded = sj.parallel.shard_rows(_table(), mesh, axis)
+    metrics_of = jax.jit(sj.parallel.exchange_metrics)
     for kind in ("zipf", "one owner, mod"):
         ids = _batches(kind)[0]
         enough = sj.parallel.measure_capacity(sharded, ids, margin=1)
         tight = dataclasses.replace(sharded, capacity=enough)
-        metrics = sj.parallel.exchange_metrics(tight, ids)
+        metrics = metrics_of(tight, ids)
         assert int(metrics.rounds) == 1
         assert int(metrics.largest) == enough
         # ids and rows to and from the three other devices
         assert float(metrics.bytes) == 3 * enough * (4 + 4 * D)
         less = dataclasses.replace(sharded, capacity=enough - 1)
-        assert int(sj.parallel.exchange_metrics(less, ids).rounds) == 2
-        none = sj.parallel.exchange_metrics(sharded, np.zeros(0, np.int32))
-        assert int(none.rounds) == int(none.bytes) == 0
+        assert int(metrics_of(less, ids).rounds) == 2
+    none = sj.parallel.exchange_metrics(sharded, np.zeros(0, np.int32))
+    assert int(none.rounds) == int(none.bytes) == 0
 
 
 # ------------------------------------------------------------------ gradients
@@ -382,7 +388,8 @@ def test_gradient(program):
     mesh, axis = _mesh("2x4, rows over one" if program is _in_scan else "4", kind)
     look = functools.partial(lookup, mode="zero", capacity=2)
     plain = functools.partial(sj.lookup, mode="zero")
-    want = jax.grad(functools.partial(program, plain))(jnp.asarray(_table()), IDS)
+    grad = jax.jit(jax.grad(functools.partial(program, plain)))
+    want = grad(jnp.asarray(_table()), IDS)
     with jax.set_mesh(mesh):
         table = sj.parallel.shard_rows(_table(), mesh, axis)
 
@@ -395,15 +402,16 @@ def test_gradient(program):
         g, merged, moved = both(table, IDS)
         assert isinstance(g.values, sj.parallel.ShardedRows)
         assert not g.values.is_merged
-        np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5, atol=1e-5)
+        moved = table.map(lambda _: moved)
+        found, again, moved = whole((g, merged, moved))
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-5)
         # Each row once, at its owner, ascending there.
         assert merged.values.is_merged
         for owner, rows in enumerate(np.split(np.asarray(merged.values.rows), 4)):
             named = rows[rows < merged.values.height]
             assert (np.diff(named) > 0).all()
             assert (named // table.rows_per_shard == owner).all()
-        np.testing.assert_allclose(merged.to_dense(), want, rtol=1e-5, atol=1e-5)
-        moved = table.map(lambda _: moved).to_dense()
+        np.testing.assert_allclose(again, want, rtol=1e-5, atol=1e-5)
         np.testing.assert_allclose(moved, _table() + want, rtol=1e-5, atol=1e-5)
 
 
@@ -455,7 +463,8 @@ def test_vmap_over_ids_and_over_tables(shared):
         return jnp.sum(jnp.sin(jnp.stack(rows)))
 
     got = grad(values, IDS[:2])
-    np.testing.assert_allclose(got, jax.grad(want)(values), rtol=1e-5, atol=1e-6)
+    want = jax.jit(jax.grad(want))(values)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -472,7 +481,7 @@ def test_dense_gradient_and_second_derivative():
     look = functools.partial(lookup, capacity=3)
     second = lambda read: jax.grad(functools.partial(norm_of_gradient, read, jax.grad))
     got = jax.jit(second(look))(table)
-    want = second(sj.lookup)(jnp.asarray(_table()))
+    want = jax.jit(second(sj.lookup))(jnp.asarray(_table()))
     assert isinstance(got.values, jax.Array)
     np.testing.assert_allclose(got.to_dense(), want, rtol=1e-4, atol=1e-4)
 
@@ -482,18 +491,16 @@ def test_sums_of_gradients():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
     loss = lambda t, ids: jnp.sum(jnp.sin(sj.lookup(t, ids, mode="zero")))
-    a, b = (sj.grad(loss)(table, ids).values for ids in IDS[:2])
-    plain = lambda t, ids: jnp.sum(jnp.sin(sj.lookup(t, ids, mode="zero")))
-    want = sum(jax.grad(plain)(jnp.asarray(_table()), ids) for ids in IDS[:2])
-    both = table.map(lambda _: a + b)
-    np.testing.assert_allclose(both.to_dense(), want, rtol=1e-5, atol=1e-6)
-    half = table.map(lambda _: (a + b - 0.5 * b) / 2)
-    np.testing.assert_allclose(
-        4 * half.to_dense() - 2 * table.map(lambda _: a).to_dense(),
-        table.map(lambda _: b).to_dense(),
-        rtol=1e-4,
-        atol=1e-5,
-    )
+    grad = jax.jit(sj.grad(loss))
+    a, b = (grad(table, ids).values for ids in IDS[:2])
+    dense = jax.jit(jax.grad(loss))
+    want = sum(dense(jnp.asarray(_table()), ids) for ids in IDS[:2])
+    of = lambda rows: table.map(lambda _: rows)
+    sums = a + b, (a + b - 0.5 * b) / 2, a, b
+    both, half, *parts = whole([of(rows) for rows in sums])
+    np.testing.assert_allclose(both, want, rtol=1e-5, atol=1e-6)
+    found = 4 * half - 2 * parts[0]
+    np.testing.assert_allclose(found, parts[1], rtol=1e-4, atol=1e-5)
     metrics = a.metrics()
     assert int(metrics.rounds) >= 1
     assert int(metrics.rows) <= 8
@@ -530,13 +537,14 @@ def test_embedding_bag(layout, combiner, weighted, kind):
 
     plain = functools.partial(loss, sj.embedding_bag)
     which = (0, 1) if weighted else (0,)
-    want, want_g = jax.value_and_grad(plain, which)(jnp.asarray(_table()), w)
+    dense = jax.jit(jax.value_and_grad(plain, which))
+    want, want_g = dense(jnp.asarray(_table()), w)
     with jax.set_mesh(mesh):
         table = sj.parallel.shard_rows(_table(), mesh, axis)
         ours = functools.partial(loss, sj.embedding_bag)
         got, g = jax.jit(sj.value_and_grad(ours, which))(table, w)
         np.testing.assert_allclose(got, want, rtol=1e-5)
-        np.testing.assert_allclose(g[0].to_dense(), want_g[0], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(whole(g)[0], want_g[0], rtol=1e-4, atol=1e-5)
         if weighted:
             np.testing.assert_allclose(g[1], want_g[1], rtol=1e-4, atol=1e-5)
 
@@ -546,7 +554,7 @@ def test_embedding_bag_of_segment_tensor():
     mesh, axis = _mesh("4")
     table = sj.parallel.shard_rows(_table(), mesh, axis)
     bags = sj.SegmentTensor.from_lists([[3, 5, 3], [], [7]])
-    out = sj.embedding_bag(table, bags)
+    out = jax.jit(sj.embedding_bag)(table, bags)
     np.testing.assert_allclose(out, sj.embedding_bag(_table(), bags), rtol=1e-6)
     assert int(sj.parallel.exchange_metrics(table, bags).rows) <= 4
 
@@ -577,7 +585,7 @@ def test_positions(where, layout, kind):
         for other in (by_ids, inside):
             np.testing.assert_array_equal(other.values, sharded.values)
             assert other.values.sharding == sharded.values.sharding
-        np.testing.assert_array_equal(sharded.to_dense(), table)
+        np.testing.assert_array_equal(whole(sharded), table)
         ids = np.arange(-2, V + 3)
         position = np.asarray(sharded.position(ids))
         named = (ids >= 0) & (ids < V)

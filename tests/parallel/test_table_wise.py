@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import assert_trees_close
+from helpers import assert_trees_close, whole
 from sparsejax.parallel._layout import Mod
 
 
@@ -95,15 +95,7 @@ def train(layer, tx, place: Any = lambda x: x, split: Any = lambda x: x, steps=3
     for seed in range(steps):
         params, state, loss = step(params, state, split(make_batch(seed)))
         losses.append(loss)
-    return dense(params), jnp.stack(losses)
-
-
-@jax.jit
-def dense(tree):
-    """The tree with whole arrays for its sharded tables and gradients."""
-    is_sharded = lambda x: hasattr(x, "to_dense")
-    whole = lambda x: x.to_dense() if is_sharded(x) else x
-    return jax.tree.map(whole, tree, is_leaf=is_sharded)
+    return whole(params), jnp.stack(losses)
 
 
 @functools.cache
@@ -193,7 +185,7 @@ def test_other_reads():
     assert np.isnan(np.asarray(found[0]["bought"][0])).all()
     assert_trees_close((loss, found), (expected_loss, expected), rtol=1e-6)
     merge = jax.jit(lambda grads: grads[name].map(lambda g: g.coalesce()))
-    found = dense([grads[name], merge(grads)])
+    found = whole([grads[name], merge(grads)])
     assert_trees_close(found, [wanted[name]] * 2, rtol=1e-5, atol=1e-6)
 
 
@@ -211,7 +203,7 @@ def test_gradient_at_its_owner_merges_there():
     rows = np.asarray(merged.rows)
     rows = rows[rows < merged.height]
     assert merged.is_merged and len(set(rows)) == len(rows)
-    found = dense([grad, grad.map(lambda _: merged), (grad + grad) / 2])
+    found = whole([grad, grad.map(lambda _: merged), (grad + grad) / 2])
     assert_trees_close(found, [wanted] * 3, rtol=1e-5, atol=1e-6)
 
 
@@ -264,7 +256,7 @@ def test_inside_of_transformations(how):
         params["tables"] = {k: place(x) for k, x in params["tables"].items()}
         step = make_step(transformed, tx)
         params, _, loss = step(params, tx.init(params), split(make_batch(0)))
-        return dense(params), loss
+        return whole(params), loss
 
     plain = one_step(lambda x: x, lambda x: x)
     assert_trees_close(one_step(place, split), plain, rtol=1e-5, atol=1e-6)
@@ -425,7 +417,7 @@ def test_made_from_functions_and_in_jit(name):
     place, _ = on_mesh(name)
     table = np.arange(132 * D, dtype=np.float32).reshape(132, D)
     held = place(table)
-    np.testing.assert_array_equal(dense(held), table)
+    np.testing.assert_array_equal(whole(held), table)
     axis, mesh, layout = held.axis, held.mesh, held.layout
     rows = sj.parallel.shard_rows(
         lambda ids: table[ids], mesh, axis, layout=layout, height=132
@@ -449,7 +441,7 @@ def test_checkpoint_moves_tables_to_other_devices(tmp_path):
         np.testing.assert_array_equal(found.values, on_mesh(name)[0](table).values)
     plain = sj.parallel.shard_rows(np.zeros_like(table), like.mesh, "x")
     found = sj.parallel.restore(path, {"t": plain})["t"]
-    np.testing.assert_array_equal(dense(found), table)
+    np.testing.assert_array_equal(whole(found), table)
 
 
 # ------------------------------------------------------------------ found by users
@@ -479,4 +471,4 @@ def test_a_plan_by_rows_moves_a_table_that_is_sharded_table_by_table():
     plan = sj.parallel.plan(params, mesh, 4, layouts={key: "row-sharded"})
     placed = plan.apply({name: table})[name]
     assert placed.layout == Mod()
-    assert_trees_close(dense(placed), params[name])
+    assert_trees_close(whole(placed), params[name])
