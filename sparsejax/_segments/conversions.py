@@ -180,9 +180,7 @@ def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
       int32 `[K, 2]` of (offset, length); int64 if `lengths` are int64.
 
     Raises:
-      TypeError: `lengths` are not integers.
-      ValueError: `lengths` is not one-dimensional or has a negative entry, or its sum
-        overflows the dtype.
+      TypeError, ValueError: as `lengths_to_offsets`.
 
     Example:
       >>> import sparsejax as sj

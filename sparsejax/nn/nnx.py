@@ -15,7 +15,7 @@ from flax import nnx
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.nn._layer import check_layer, init_for
-from sparsejax.transform.grad import transform
+from sparsejax.transform.grad import transform, without_value
 from sparsejax.transform.trace import check_fun
 
 
@@ -85,15 +85,10 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`flax.nnx.value_and_grad`, with sparse gradients for tables read by rows.
 
-    For a loss `L` of a module with a table `T` that is read only through rows
-    `T[i_1], ..., T[i_n]`, the gradient of the table is
-
-      SelectedRows(rows=[i_1, ..., i_n], values=[dL/dT[i_1], ..., dL/dT[i_n]])
-
-    and every other parameter gets the gradient that flax returns.
-    `sparsejax.value_and_grad` says which tables have one. What `fun` changes in its
-    modules (batch statistics, the counts of `nnx.Rngs`, new variables) is in the
-    modules afterwards, as in flax.
+    A table has the gradient that `sparsejax.value_and_grad` gives it, and every other
+    parameter the gradient that flax returns. What `fun` changes in its modules (batch
+    statistics, the counts of `nnx.Rngs`, new variables) is in the modules afterwards,
+    as in flax.
 
     Args:
       fun: a function of modules, variables, states or arrays, with a scalar float
@@ -112,11 +107,8 @@ def value_and_grad(
       `nnx.Optimizer.update(model, gradient)` accepts.
 
     Raises:
-      DensifyError: a leaf that `tables=` requires to be sparse is not only read by
-        rows.
-      TypeError: `fun` is a method of a module, a differentiated leaf is not a float, or
-        the output is not a scalar.
-      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix.
+      TypeError: `fun` is a method of a module; or as `sparsejax.value_and_grad`.
+      DensifyError, ValueError: as `sparsejax.value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -174,11 +166,7 @@ def grad(
       `(gradient, aux)`.
 
     Raises:
-      DensifyError: a leaf that `tables=` requires to be sparse is not only read by
-        rows.
-      TypeError: `fun` is a method of a module, a differentiated leaf is not a float, or
-        the output is not a scalar.
-      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix.
+      DensifyError, TypeError, ValueError: as `value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -193,13 +181,7 @@ def grad(
       flax, `nnx.grad`.
     """
     both = _transform("grad", fun, argnums, has_aux, tables)
-
-    @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if has_aux else grads
-
-    return grad_fun
+    return without_value(fun, both, has_aux)
 
 
 def _transform(

@@ -100,8 +100,7 @@ def pmean(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> 
       The tree, the same on every device.
 
     Raises:
-      ValueError: the axis is unknown here, or `capacity` is not a positive int.
-      TypeError: the tree has the gradient of a ShardedTable, inside a `shard_map`.
+      TypeError, ValueError: as `psum`.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj

@@ -16,7 +16,7 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax.optim._lazy import state_leaves, trees
-from sparsejax.store._in_flight import ReadAhead
+from sparsejax.store._in_flight import ReadAhead, check_ahead
 from sparsejax.store._leaf import CachedRows
 from sparsejax.store._staging import Staging
 from sparsejax.store._store import KVStore, table_of
@@ -443,14 +443,7 @@ class CachedTable:
         """
         call = f"{_CALL}.prefetch"
         self._check_open(call)
-        depth = _arguments.static_int(call, "depth", depth)
-        if not callable(ids_of):
-            raise _arguments.wrong_type(
-                call,
-                "ids_of",
-                "a function that takes a batch and returns its ids",
-                _arguments.kind_of(ids_of),
-            )
+        depth = check_ahead(call, ids_of, depth)
         return self._prefetch(batches, ids_of, depth)
 
     def _prefetch(

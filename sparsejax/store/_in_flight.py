@@ -61,6 +61,16 @@ class EarlyRows:
 # ------------------------------------------------------------------ batches ahead
 
 
+def check_ahead(call: str, ids_of: Any, depth: Any) -> int:
+    """Returns `depth`; raises unless the arguments of a `prefetch` have their types."""
+    depth = _arguments.static_int(call, "depth", depth)
+    if not callable(ids_of):
+        want = "a function that takes a batch and returns its ids"
+        found = _arguments.kind_of(ids_of)
+        raise _arguments.wrong_type(call, "ids_of", want, found)
+    return depth
+
+
 class ReadAhead:
     """Results that are prepared from batches ahead of their use, in order.
 

@@ -23,7 +23,7 @@ from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _changes, _extra, _pulled_calls, _saving, _together
 from sparsejax.store._changes import Changes
 from sparsejax.store._history import History
-from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
+from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue, check_ahead
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
 from sparsejax.store._leaf import StoredTable
 from sparsejax.store._make import make_table, own_path
@@ -579,14 +579,7 @@ class KVStore:
         """
         call = f"{_CALL}.prefetch"
         self._check_open(call)
-        depth = _arguments.static_int(call, "depth", depth)
-        if not callable(ids_of):
-            raise _arguments.wrong_type(
-                call,
-                "ids_of",
-                "a function that takes a batch and returns its ids",
-                _arguments.kind_of(ids_of),
-            )
+        depth = check_ahead(call, ids_of, depth)
         if isinstance(capacity, Mapping):
             for name in capacity:
                 self._table(call, name)  # an unknown name would have no effect

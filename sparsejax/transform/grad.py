@@ -233,12 +233,7 @@ def grad(
       SelectedRows for each sparse leaf.
 
     Raises:
-      DensifyError: a leaf that `tables=` requires to be sparse is not only read
-        by rows.
-      TypeError: a leaf cannot be differentiated, the output is not a scalar, or the
-        call has too few positional arguments for `argnums`.
-      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix of the
-        argument's tree.
+      DensifyError, TypeError, ValueError: as `sparsejax.value_and_grad`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -252,6 +247,11 @@ def grad(
     """
     check_fun("sparsejax.grad", fun, argnums, has_aux)
     both = value_and_grad(fun, argnums, has_aux, tables=tables)
+    return without_value(fun, both, has_aux)
+
+
+def without_value(fun: Any, both: Callable[..., Any], has_aux: bool) -> Any:
+    """`grad` of a function, from its `value_and_grad`."""
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:

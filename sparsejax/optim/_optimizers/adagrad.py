@@ -97,9 +97,7 @@ def group_adagrad(
       eps: added inside the square root.
 
     Returns:
-      `optax.GradientTransformationExtraArgs` with state
-      `AdagradState(count, sum_of_squares)`; `sum_of_squares` has shape `[V]`, float32
-      for narrower types.
+      `optax.GradientTransformationExtraArgs` with the state of `rowwise_adagrad`.
 
     Raises:
       ValueError: an argument is negative.

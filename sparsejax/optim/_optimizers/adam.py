@@ -61,8 +61,7 @@ def rowwise_adam(
 
     Args:
       learning_rate: a number or a schedule.
-      b1: decay of the first moment, in [0, 1).
-      b2: decay of the second moment, in [0, 1).
+      b1, b2: decays of the first and of the second moment, in [0, 1).
       eps: added to the square root of the corrected moment, as in optax and FBGEMM.
         Caffe2 adds it before the correction, where it is `eps / sqrt(1 - b2^t)`.
       row_count: True corrects the bias by how often each row was touched, instead
@@ -120,8 +119,7 @@ def row_count_adam(
 
     Args:
       learning_rate: a number or a schedule of the (global) step.
-      b1: decay of the first moment, in [0, 1).
-      b2: decay of the second moment, in [0, 1).
+      b1, b2: decays of the first and of the second moment, in [0, 1).
       eps: added to the square root of the corrected moment, as in optax.
       mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
 
@@ -180,13 +178,10 @@ def partial_rowwise_lamb(
 
     Args:
       learning_rate: a number or a schedule.
-      b1: decay of the first moment, in [0, 1).
-      b2: decay of the second moment, in [0, 1).
+      b1, b2: decays of the first and of the second moment, in [0, 1).
       eps: added to the square root of the corrected moment.
       weight_decay: the multiple of the weights added to the step before scaling.
-      row_count: True corrects the bias by how often each row was touched, instead
-        of the number of steps.
-      mu_dtype: dtype of `mu`; None for the parameter's, but at least float32.
+      row_count, mu_dtype: as in `rowwise_adam`.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with the state of `rowwise_adam`. `update`
