@@ -14,9 +14,6 @@ import sparsejax as sj
 from helpers import assert_no_dense, assert_trees_close, eqns_of
 
 
-pytestmark = pytest.mark.window
-
-
 S, C, D = 4, 97, 3
 LENGTHS = np.array([3, 0, 5, 2])
 # A duplicate in a row, and one across rows.
@@ -183,6 +180,7 @@ def test_x64(x64):
 # ------------------------------------------------------------------ gradients
 
 
+@pytest.mark.window
 def test_differentiates(x64):
     value, dense, left = (jnp.asarray(x, jnp.float64) for x in (VALUE, DENSE, LEFT))
     f = lambda v, d: sj.dot(make_csr(value=v), d)
@@ -191,6 +189,7 @@ def test_differentiates(x64):
     check_grads(jax.jit(f), (value, left), order=1)
 
 
+@pytest.mark.window
 def test_gradient_is_row_sparse():
     weights = jnp.asarray(integers((S, D), seed=6))
 
@@ -205,6 +204,7 @@ def test_gradient_is_row_sparse():
     assert_no_dense(sj.grad(loss), jnp.asarray(DENSE))
 
 
+@pytest.mark.window
 def test_dense_is_read_once_as_a_bag():
     f = lambda dense: sj.dot(make_csr(), dense)
     shape = DENSE.shape

@@ -24,9 +24,6 @@ from sparsejax._lookup.bag_sum import bag_sum
 from sparsejax._lookup.lowerings import cpu, xla
 
 
-pytestmark = pytest.mark.window
-
-
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp")
 V, D = 23, 3
 
@@ -117,6 +114,7 @@ def _oracle_step(weighted):
 # ------------------------------------------------------------------ values, gradients
 
 
+@pytest.mark.window
 @pytest.mark.parametrize(
     ("layout", "weighted"),
     [(layout, False) for layout in LAYOUTS]
@@ -196,6 +194,7 @@ def test_weights_that_are_a_parameter_of_their_own(x64):
     np.testing.assert_allclose(got["weights"], want["weights"], rtol=1e-12)
 
 
+@pytest.mark.window
 def test_lowerings_give_what_the_reference_gives():
     rng = np.random.default_rng(3)
     table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
@@ -480,6 +479,7 @@ def _both_layouts(table, ids, bags, weights):
     )
 
 
+@pytest.mark.window
 @pytest.mark.parametrize(
     "axes", [(None, 0, 0, 0), (0, 0, None, None), (None, 0, None, 0)]
 )
@@ -499,6 +499,7 @@ def test_under_vmap(axes):
             np.testing.assert_allclose(np.asarray(got)[k], one, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("eight_devices")
 def test_under_shard_map():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -520,6 +521,7 @@ def test_under_shard_map():
     np.testing.assert_allclose(got.to_dense(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.window
 def test_the_rows_read_are_no_array():
     table = jnp.asarray(np.ones((5000, 16), np.float32))
     ids = jnp.asarray(np.zeros((32, 24), np.int32))
@@ -552,6 +554,7 @@ def test_the_rows_read_are_no_array():
     assert_no_dense(sj.value_and_grad(loss), table, ids, ones)
 
 
+@pytest.mark.window
 def test_a_step_is_in_place_and_compiles_once():
     tx = sj.optim.lazy(optax.sgd(0.1))
     table = jnp.ones((4000, 8))
@@ -682,6 +685,7 @@ def test_wrong_input(call, error, message):
     assert "sparsejax.embedding_bag" in str(found.value)
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("eight_devices")
 def test_bag_sum_of_a_laid_out_table_is_plain():
     """Explicit meshes carry layouts in types, which the primitive does not know."""
@@ -694,6 +698,7 @@ def test_bag_sum_of_a_laid_out_table_is_plain():
     assert "bag_sum" not in names
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("combiner", ["sum", "max", "none"])
 def test_numpy_ids_beyond_32_bits(combiner):
     """JAX would cut them to 32 bits, to ids in range."""

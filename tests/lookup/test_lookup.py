@@ -23,9 +23,6 @@ from helpers import (
 )
 
 
-pytestmark = pytest.mark.window
-
-
 V, D = 7, 3
 NAN = float("nan")
 
@@ -88,6 +85,7 @@ def every_option(ids, table):
     return [sj.lookup(table, ids, **options) for options in OPTIONS]
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
 def test_every_option_on_every_case(case):
     table, ids = table_of(case.height), case.padded
@@ -99,6 +97,7 @@ def test_every_option_on_every_case(case):
             assert_same_bits(np.nan_to_num(got), np.nan_to_num(want))
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
 def test_every_option_with_64_bit_types(dtype, x64):
     huge = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
@@ -173,6 +172,7 @@ def test_ids_as_python_ints_and_lists():
     assert_same_bits(inside, rows[2:4])
 
 
+@pytest.mark.window
 def test_ids_of_another_library():
     """Its dtype is not NumPy's, as in a column of polars or a tensor of PyTorch."""
 
@@ -208,6 +208,7 @@ def test_padding_is_not_read():
 # ------------------------------------------------------------------ the program
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_one_gather_of_the_table_itself(options):
     table, ids = jnp.ones((1009, 4)), jnp.array([1, 2])
@@ -225,6 +226,7 @@ def test_one_gather_of_the_table_itself(options):
         assert str(readers[0].params["mode"]).endswith(mode)
 
 
+@pytest.mark.window
 def test_nothing_of_the_tables_size_in_error_mode_and_from_selected_rows():
     table, ids = jnp.ones((1009, 4)), jnp.array([1, 2])
     assert_no_dense(functools.partial(sj.lookup, mode="error"), table, ids)
@@ -233,6 +235,7 @@ def test_nothing_of_the_tables_size_in_error_mode_and_from_selected_rows():
         assert_no_dense(functools.partial(sj.lookup, **options), pulled, ids)
 
 
+@pytest.mark.window
 def test_vmap_and_scan():
     table, ids = table_of(V), jnp.array([[4, 0, 9], [-1, 4, 2]])
     f = functools.partial(sj.lookup, padding_id=2, max_norm=3.0)
@@ -258,6 +261,7 @@ def natural(table, ids, padding_id):
     return jnp.where(ok.reshape(ok.shape + (1,) * (rows.ndim - ok.ndim)), rows, 0.0)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
 def test_gradients_are_those_of_the_natural_expression(row_shape):
     table = table_of(V, row_shape)
@@ -382,6 +386,7 @@ OUT_OF_RANGE = (
 )
 
 
+@pytest.mark.window
 def test_error_mode_made_a_value():
     table = table_of(V)
     f = functools.partial(sj.lookup, mode="error", padding_id=-1)
@@ -397,6 +402,7 @@ def test_error_mode_made_a_value():
     np.testing.assert_array_equal(rows, want)
 
 
+@pytest.mark.window
 def test_error_mode_under_grad_vmap_and_scan():
     table, ids = table_of(V), jnp.array([[4, 9], [-1, 0]])
     read = functools.partial(sj.lookup, mode="error")
@@ -411,6 +417,7 @@ def test_error_mode_under_grad_vmap_and_scan():
     assert "the first is 9" in str(error.get())
 
 
+@pytest.mark.window
 def test_error_mode_without_checkify_names_it():
     table, ids = table_of(V), jnp.array([4, 6])
     read = functools.partial(sj.lookup, table, mode="raise")
@@ -425,6 +432,7 @@ def test_error_mode_without_checkify_names_it():
             f(ids)
 
 
+@pytest.mark.window
 def test_error_mode_raises_at_once_outside_jit():
     with pytest.raises(checkify.JaxRuntimeError, match="1 of 1 ids .* first is -3"):
         sj.lookup(table_of(V), -3, mode="error")
@@ -454,6 +462,7 @@ def test_a_pulled_part_of_a_table(row_shape):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.window
 def test_a_row_that_was_not_pulled_is_an_error():
     ones = jnp.asarray(np.ones((2, D), np.float32))
     pulled = sj.SelectedRows(jnp.array([4, 0]), ones, V)
@@ -465,6 +474,7 @@ def test_a_row_that_was_not_pulled_is_an_error():
     assert read(pulled, [4, -1, 0]).tolist() == [[1] * D, [0] * D, [1] * D]
 
 
+@pytest.mark.window
 def test_gradient_of_a_pulled_part():
     rows = jnp.array([4, 0, 4, V])
     ids = jnp.array([4, 4, 0, 2, -1])
@@ -525,6 +535,7 @@ def test_static_numbers_of_any_kind():
             assert_same_bits(sj.lookup(table, ids, **options), want)
 
 
+@pytest.mark.window
 def test_a_variable_of_a_framework():
     nnx = pytest.importorskip("flax.nnx")
     table = table_of(V)

@@ -27,7 +27,7 @@ from sparsejax.optim import lazy
 from sparsejax.optim._lazy import block_pass
 
 
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N = 211, 6, 90
 
@@ -105,6 +105,7 @@ def close(a, b, rtol=2e-5, atol=2e-6):
 # ------------------------------------------------------------------ results
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", IN_PASSES)
 def test_equals_all_rows_at_once(name):
     tx = lazy(IN_PASSES[name]())
@@ -150,6 +151,7 @@ def test_a_linear_update_needs_no_merging():
         assert "merge_rows" in primitives(tx, params, tx.init(params), rows, values)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("tx", [optax.adam(0.1), clipped()])
 def test_what_is_not_checked_runs_over_all_rows_at_once(tx):
     params, rows, values = problem()
@@ -192,6 +194,7 @@ def test_duplicates_of_bfloat16_are_summed_in_float32():
 # ------------------------------------------------------------------ transformations
 
 
+@pytest.mark.window
 def test_under_vmap_and_in_a_scan():
     tx = lazy(clipped())
     params, rows, values = problem()
@@ -228,6 +231,7 @@ def test_an_update_is_differentiable():
     close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by numbers near zero
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("eight_devices")
 def test_on_several_devices():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -242,6 +246,7 @@ def test_on_several_devices():
 # ------------------------------------------------------------------ the update
 
 
+@pytest.mark.window
 def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
     tx = lazy(optax.adam(0.1))
     params, rows, values = problem()
@@ -272,6 +277,7 @@ def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
 # ------------------------------------------------------------------ merging
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int16])
 @pytest.mark.parametrize("kind", ["random", "equal", "strided", "few", "one"])
 def test_first_slots(kind, dtype):
@@ -334,6 +340,7 @@ def _compiled(tx, look=None, ids=4096, height=200_003, dim=64):
     return compiled, 4 * ids * dim
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("name", ["adam", "clip before"])
 def test_no_array_of_the_gradients_size_but_itself(name):
@@ -343,6 +350,7 @@ def test_no_array_of_the_gradients_size_but_itself(name):
     assert not re.findall(r"= f32\[200003,64\]\S* copy\(", compiled.as_text())
 
 
+@pytest.mark.window
 def test_looking_at_the_update_copies_no_table():
     scaled = lambda updates: jax.tree.map(
         lambda u: u * 0.5, updates, is_leaf=lambda x: isinstance(x, sj.SelectedRows)
@@ -360,6 +368,7 @@ def _programs(tx, grads, params):
     ]
 
 
+@pytest.mark.window
 def test_tables_with_equal_rows_share_one_program():
     """It is traced once, however many rows each of them has."""
     heights = {"a": 9, "b": 9, "c": 12}

@@ -16,10 +16,7 @@ import sparsejax as sj
 
 
 # Optax's Adam needs loose promotion.
-pytestmark = [
-    pytest.mark.usefixtures("eight_devices", "loose_promotion"),
-    pytest.mark.window,
-]
+pytestmark = pytest.mark.usefixtures("eight_devices", "loose_promotion")
 
 HEIGHT, DIM, BATCH = 100_003, 32, 20_480
 
@@ -85,6 +82,7 @@ def test_bytes_on_the_wire(compiled):
     assert rows <= {"all-to-all", "all-reduce"}, wire  # no table, no batch gathered
 
 
+@pytest.mark.window
 def test_in_place(compiled):
     for shards in (2, 4):  # of which a part has more rows than the batch
         table, program = compiled[shards]
@@ -103,6 +101,7 @@ def test_in_place(compiled):
         assert f"[{rows * table.num_shards}," not in text
 
 
+@pytest.mark.window
 def test_shrinks_as_devices_are_added(compiled):
     owned = [table.rows_per_shard for table, _ in compiled.values()]
     assert owned == [50_002, 25_001, 12_501]
@@ -131,6 +130,7 @@ def test_owners_hold_what_a_round_carries(name):
     assert eight < 7 * 4 * DIM * BATCH // 8
 
 
+@pytest.mark.window
 def test_lowers_for_other_platforms():
     tx = sj.optim.lazy(optax.adagrad(0.1))
     table, step, args = _step_and_arguments(tx, 4, 500)

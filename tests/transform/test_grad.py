@@ -17,9 +17,6 @@ from helpers import to_dense
 from sparsejax import _compat
 
 
-pytestmark = pytest.mark.window
-
-
 IDS = jnp.array([3, 1, 3])
 
 
@@ -106,6 +103,7 @@ def test_two_tables_of_one_row_meet(tables):
     _assert_same(got, (8 * w, 4 * w))
 
 
+@pytest.mark.window
 def test_tree_of_parameters():
     value, g = sj.value_and_grad(_loss)(_params(), IDS, scale=2.0)
     want_value, want = jax.value_and_grad(_loss)(_params(), IDS, scale=2.0)
@@ -114,6 +112,7 @@ def test_tree_of_parameters():
     _assert_same(g, want)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize(
     "argnums",
     [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)]
@@ -130,6 +129,7 @@ def test_argnums(argnums):
     _assert_same(got, want)
 
 
+@pytest.mark.window
 def test_numpy_ids_beyond_32_bits():
     """JAX would cut them to 32 bits, to ids in range."""
     loss = lambda table, ids: jnp.sum(sj.lookup(table, ids, mode="zero"))
@@ -138,6 +138,7 @@ def test_numpy_ids_beyond_32_bits():
     assert value == 4 and got.coalesce().num_rows() == 1 and got.get(3)[0] == 2
 
 
+@pytest.mark.window
 @pytest.mark.parametrize(
     "read",
     [
@@ -155,6 +156,7 @@ def test_ids_beyond_32_bits_read_what_jax_reads(read, x64):
     _assert_same(got, jax.jit(jax.value_and_grad(loss))(table, ids))
 
 
+@pytest.mark.window
 def test_has_aux():
     fun = lambda t: (jnp.sum(t[IDS]), (t[IDS], "text", None, 3))
     (value, aux), g = sj.value_and_grad(fun, has_aux=True)(jnp.ones((40, 2)))
@@ -164,6 +166,7 @@ def test_has_aux():
     _assert_same(g, g2.to_dense())
 
 
+@pytest.mark.window
 def test_static_arguments_pass_through():
     def fun(table, ids, k, name, activation, flag, nothing):
         assert isinstance(k, int) and isinstance(name, str) and nothing is None
@@ -174,12 +177,14 @@ def test_static_arguments_pass_through():
     assert sj.grad(fun)(*args).capacity == 3
 
 
+@pytest.mark.window
 def test_keyword_arguments_and_closures():
     table = jnp.ones((40, 2))
     fun = lambda t, *, ids: jnp.sum(t[ids] * table[ids])
     assert sj.grad(fun)(table, ids=IDS).capacity == 3
 
 
+@pytest.mark.window
 def test_numpy_and_python_inputs():
     fun = lambda t, s: s * jnp.sum(t[np.array([1])])
     g, gs = sj.grad(fun, (0, 1))(np.ones((40, 2), np.float32), 2.0)
@@ -187,6 +192,7 @@ def test_numpy_and_python_inputs():
     assert gs == 2.0
 
 
+@pytest.mark.window
 def test_looks_like_the_function():
     def fun(table, ids):
         """My loss."""
@@ -199,6 +205,7 @@ def test_looks_like_the_function():
         assert names[:3] == list(inspect.signature(theirs).parameters)[:3]
 
 
+@pytest.mark.window
 def test_partial_and_decorated_functions():
     fun = functools.partial(_loss, scale=3.0)
     _assert_same(sj.grad(fun)(_params(), IDS), jax.grad(fun)(_params(), IDS))
@@ -224,6 +231,7 @@ def test_gradient_of_a_gradient_names_no_row_that_was_not_read(ids):
     np.testing.assert_array_equal(sparse.rows, jnp.where(in_range, ids, 100))
 
 
+@pytest.mark.window
 def test_dense_leaves_are_bit_identical_to_jax():
     table, w = jnp.ones((40, 2)), jnp.linspace(0.0, 1.0, 12).reshape(6, 2)
 
@@ -295,6 +303,7 @@ def test_tables_that_are_no_prefix(tables, words):
             tx.init(params)
 
 
+@pytest.mark.window
 def test_densify_error_says_what_and_where():
     def loss(params, ids):
         logits = params["emb"]["table"][ids] @ params["emb"]["table"].T
@@ -374,6 +383,7 @@ def _three_tables(params, ids):
     return jnp.sum(logits) + jnp.sum(params["tiny"][ids % 4])
 
 
+@pytest.mark.window
 def test_explain_sparse_tied_and_tiny():
     params = {
         "sparse": jnp.ones((1000, 2)),
@@ -402,6 +412,7 @@ def test_explain_sparse_tied_and_tiny():
         found["params['other']"]
 
 
+@pytest.mark.window
 def test_explain_groups_what_is_no_table():
     """So that the line of the table is seen among those of a transformer."""
 
@@ -432,6 +443,7 @@ def test_explain_groups_what_is_no_table():
     ]
 
 
+@pytest.mark.window
 def test_explain_agrees_with_grad_and_never_raises_for_tables():
     params = _params()
     found = sj.explain(_loss, tables=True)(params, IDS)
@@ -507,6 +519,7 @@ READS = {
 }
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("shape", [(40, 0), (40, 0, 2)])
 @pytest.mark.parametrize("read", READS)
 def test_rows_without_numbers(read, shape):
@@ -523,6 +536,7 @@ def test_bags_of_no_ids():
         np.testing.assert_array_equal(out, np.zeros((2, 3, 4)))
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("read", READS)
 def test_debug_nans(read):
     """No NaN arises that is not in the result."""
@@ -531,12 +545,14 @@ def test_debug_nans(read):
     assert np.all(np.isfinite(g.values))
 
 
+@pytest.mark.window
 def test_debug_nans_sees_a_nan_that_was_read():
     fun = lambda t: jnp.sum(jnp.take(t, jnp.array([50]), axis=0))
     with jax.debug_nans(True), pytest.raises(FloatingPointError):
         sj.grad(fun, tables=True)(jnp.ones((40, 2)))
 
 
+@pytest.mark.window
 def test_more_rows_than_32_bits_can_name():
     """A parameter that JAX differentiates without 64-bit ids has a dense gradient."""
     table = jax.ShapeDtypeStruct((2**31 + 5, 2), jnp.float32)
