@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -40,10 +41,14 @@ def _import_keras() -> Any:
     except ModuleNotFoundError as e:
         if e.name == "keras":
             raise
+        missing = e.name
+    else:
+        missing = None
+    if missing is not None:  # outside of `except`: without the traceback of keras
         raise RuntimeError(
             f"{_CALL} needs Keras 3 on the JAX backend, but keras was set up for "
-            f"{e.name}, which is not installed. {_BACKEND}"
-        ) from e
+            f"{missing}, which is not installed. {_BACKEND}"
+        )
     if module.backend.backend() != "jax":
         raise RuntimeError(
             f"{_CALL} needs Keras 3 on the JAX backend, got keras {module.__version__} "
@@ -68,17 +73,18 @@ class Optimizer(keras.optimizers.Optimizer):
 
     Args:
       optimizer: an `optax.GradientTransformation`; one of `sparsejax.optim`; or a Keras
-        optimizer, its name or its config. SGD, RMSprop, Adam, AdamW, Adagrad, Adadelta,
-        Adamax and Lion, with momentum, schedules, clipping, weight decay and
-        `loss_scale_factor`, compute what Keras computes for the rows read. To let
-        callbacks change the learning rate of an optax transformation, pass
+        optimizer, its name or its config. SGD, RMSprop, Adam, AdamW, Nadam, Adagrad,
+        Adadelta, Adamax, Ftrl and Lion, with momentum, schedules, clipping, weight
+        decay and `loss_scale_factor`, compute what Keras computes for the rows read.
+        To let callbacks change the learning rate of an optax transformation, pass
         `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`.
       name: the name of the optimizer.
 
     Raises:
       TypeError: `optimizer` is something else, for example an optimizer of tf.keras.
       ValueError: a Keras optimizer, or an option, has no row-wise form; `optimizer` was
-        trained already; at `build`, `lazy` refuses the transformation.
+        trained already; at `build`, `lazy` refuses the transformation, or the model is
+        not a SparseModel.
 
     Example:
       >>> import optax, sparsejax as sj
@@ -106,6 +112,7 @@ class Optimizer(keras.optimizers.Optimizer):
         """Creates the state, a Keras variable for each array of `tx.init(params)`."""
         if self.built:
             return
+        _check_model(self)
         super().build(variables)
         variables = list(variables)
         source, tx = self._given.source, self._given.tx
@@ -251,7 +258,9 @@ def _given(call: str, optimizer: Any) -> _Given:
     if isinstance(optimizer, optax.GradientTransformation):
         ours = getattr(optimizer.update, "__module__", "").startswith("sparsejax.")
         return _Given(None, optimizer if ours else lazy(optimizer))
-    if isinstance(optimizer, (str, dict)):
+    if isinstance(optimizer, str):
+        optimizer = _by_name(call, optimizer)
+    elif isinstance(optimizer, dict):
         optimizer = keras.optimizers.get(optimizer)
     if isinstance(optimizer, Optimizer):
         return optimizer._given
@@ -267,27 +276,75 @@ def _given(call: str, optimizer: Any) -> _Given:
     return _Given(optimizer, None)
 
 
+def _check_model(optimizer: Any) -> None:
+    """Refuses to be built by the `fit` of a model that differentiates densely.
+
+    Keras does not tell an optimizer its model, so this looks for the caller.
+    """
+    frame = sys._getframe(2)
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, keras.Model):
+            break
+        frame = frame.f_back
+    else:
+        return
+    own = getattr(model, "optimizer", None)
+    own = getattr(own, "inner_optimizer", own)
+    if own is optimizer and type(model).train_step is keras.Model.train_step:
+        functional = isinstance(model, (keras.Sequential, _Functional))
+        raise TypeError(
+            f"{_CALL}.Optimizer: the model must be a SparseModel, got "
+            f"{type(model).__name__} {model.name!r}, whose fit computes dense "
+            "gradients of tables. "
+            + (
+                "Write model = SparseModel(model.inputs, model.outputs), which has the "
+                "same weights, before compile."
+                if functional
+                else f"Write class {type(model).__name__}(SparseModel) in place of "
+                f"class {type(model).__name__}(keras.Model)."
+            )
+        )
+
+
 # What to call in place of an optimizer of Keras that has no row-wise form, or another.
 _INSTEAD = {
-    "Nadam": "Optimizer(optax.nadam(1e-3)), whose momentum has no schedule",
-    "Ftrl": "Optimizer(sparsejax.optim.ftrl(learning_rate, beta, l1, l2))",
-    "Adafactor": "Optimizer(sparsejax.optim.rowwise_adagrad(learning_rate))",
-    "Lamb": "Optimizer(sparsejax.optim.partial_rowwise_lamb(learning_rate))",
+    "Adafactor": "Optimizer(sparsejax.optim.rowwise_adagrad(0.01))",
+    "Lamb": "Optimizer(sparsejax.optim.partial_rowwise_lamb(1e-3))",
     "Muon": "Optimizer(optax.partition(...)) with optax.adam for the tables",
     "MultiOptimizer": "Optimizer(optax.partition(...))",
     "LossScaleOptimizer": "its inner optimizer, with loss_scale_factor=",
-    "ScheduleFreeAdamW": "Optimizer('adamw')",
+    "ScheduleFreeAdamW": "Optimizer(optax.adamw(1e-3))",
 }
+
+
+def _by_name(call: str, name: str) -> Any:
+    """`keras.optimizers.get`, which knows some optimizers by class only."""
+    for refused in _INSTEAD:
+        if refused.lower() == name.lower():
+            raise _no_equal(call, refused)
+    try:
+        return keras.optimizers.get(name)
+    except ValueError:
+        known = ", ".join(sorted(f"'{kind.__name__.lower()}'" for kind in _RULES))
+    raise ValueError(
+        f"{call}: Keras has no optimizer {name!r}. Write one of {known}, or pass an "
+        "optax transformation: Optimizer(optax.adam(1e-3))."
+    )
+
+
+def _no_equal(call: str, name: str) -> ValueError:
+    instead = _INSTEAD.get(name, "Optimizer(tx) with an optax transformation")
+    return ValueError(
+        f"{call}: keras.optimizers.{name} has no equal in optax that updates rows. "
+        f"Pass {instead}."
+    )
 
 
 def _check_keras(call: str, optimizer: Any) -> None:
     name = type(optimizer).__name__
     if type(optimizer) not in _RULES:
-        instead = _INSTEAD.get(name, "Optimizer(tx) with an optax transformation")
-        raise ValueError(
-            f"{call}: keras.optimizers.{name} has no equal in optax that updates rows. "
-            f"Pass {instead}."
-        )
+        raise _no_equal(call, name)
     if optimizer.use_ema:
         raise ValueError(
             f"{call}: use_ema=True averages every row of every table at each step. "
@@ -467,6 +524,82 @@ def _adamax(o: Any, learning_rate: Any) -> list[Any]:
     return _moments(o, learning_rate, second, step)
 
 
+def _nadam(o: Any, learning_rate: Any) -> list[Any]:
+    """Keras' momentum has a schedule, u_t = beta_1 (1 - 0.96^t / 2)."""
+
+    def init(params):
+        zeros = lambda: jax.tree.map(jnp.zeros_like, params)
+        return _NadamState(jnp.zeros((), jnp.int32), jnp.ones(()), zeros(), zeros())
+
+    def update(updates, state, params=None):
+        del params
+        count = state.count + 1
+        momentum = lambda t: o.beta_1 * (1 - 0.5 * jnp.power(0.96, t))
+        now, following = momentum(count), momentum(count + 1)
+        product = state.product * now
+        mean = lambda m, g: m + (g - m) * (1 - o.beta_1)
+        m = jax.tree.map(mean, state.first, updates)
+        square = lambda v, g: v + (g * g - v) * (1 - o.beta_2)
+        v = jax.tree.map(square, state.second, updates)
+        of_m = following / (1 - product * following)
+        of_g = (1 - now) / (1 - product)
+        power = jnp.power(o.beta_2, count)
+
+        def one(m, v, g):
+            m = m * of_m.astype(m.dtype) + g * of_g.astype(m.dtype)
+            return m / (jnp.sqrt(v / (1 - power).astype(v.dtype)) + o.epsilon)
+
+        updates = jax.tree.map(one, m, v, updates)
+        return updates, _NadamState(count, product, m, v)
+
+    scale: Any = optax.GradientTransformation(init, update)
+    return [scale, optax.scale(-learning_rate)]
+
+
+class _NadamState(NamedTuple):
+    count: Any
+    product: Any
+    first: Any
+    second: Any
+
+
+def _ftrl(o: Any, learning_rate: Any) -> list[Any]:
+    """Keras' FTRL, which has a power and starts the sum of squares at a number."""
+    power, l1 = -o.learning_rate_power, o.l1_regularization_strength
+    shrinkage = 2 * o.l2_shrinkage_regularization_strength
+
+    def init(params):
+        start = lambda p: jnp.full_like(p, o.initial_accumulator_value)
+        return _FtrlState(
+            jax.tree.map(start, params), jax.tree.map(jnp.zeros_like, params)
+        )
+
+    def update(updates, state, params=None):
+        rate = learning_rate
+        l2 = o.l2_regularization_strength + o.beta / (2 * rate)
+        squares = jax.tree.map(lambda n, g: n + g * g, state.squares, updates)
+
+        def linear(z, g, n, old, w):
+            grown = (jnp.power(n, power) - jnp.power(old, power)) / rate
+            return z + g + shrinkage * w - grown.astype(w.dtype) * w
+
+        z = jax.tree.map(linear, state.linear, updates, squares, state.squares, params)
+
+        def change(z, n, w):
+            quadratic = jnp.power(n, power) / rate + 2 * l2
+            return ((jnp.clip(z, -l1, l1) - z) / quadratic).astype(w.dtype) - w
+
+        return jax.tree.map(change, z, squares, params), _FtrlState(squares, z)
+
+    scale: Any = optax.GradientTransformation(init, update)
+    return [scale]
+
+
+class _FtrlState(NamedTuple):
+    squares: Any
+    linear: Any
+
+
 def _clip_each_by_norm(limit: float) -> Any:
     """Keras' `clipnorm`: bounds the norm of the gradient of each variable."""
 
@@ -491,6 +624,8 @@ _RULES: dict[Any, Callable[[Any, Any], list[Any]]] = {
     keras.optimizers.AdamW: _adam,
     keras.optimizers.Adamax: _adamax,
     keras.optimizers.Lion: _lion,
+    keras.optimizers.Nadam: _nadam,
+    keras.optimizers.Ftrl: _ftrl,
 }
 
 
@@ -514,7 +649,7 @@ class SparseModel(keras.Model):
       *args: the arguments of `keras.Model`, by position or by name.
 
     Raises:
-      TypeError: the only argument is a model, not its inputs and outputs.
+      TypeError: the arguments are a model or layers, not inputs and outputs.
       ValueError: at `compile`, `Optimizer` refuses the optimizer, or the policy is
         mixed_float16 without a loss scale; at `fit`, a table has a constraint.
 
@@ -548,7 +683,21 @@ class SparseModel(keras.Model):
                 "layers and the weights of the model. For a subclass of keras.Model, "
                 "subclass SparseModel in place of it."
             )
+        if args and not _is_functional(args, kwargs):
+            kind = type(args[0])
+            of = f" of {type(args[0][0]).__name__}" if kind is list and args[0] else ""
+            raise TypeError(
+                f"{_CALL}.SparseModel takes inputs and outputs, got a "
+                f"{kind.__name__}{of}. For a list of layers, write model = "
+                "keras.Sequential([keras.Input((10,), dtype='int32'), *layers]) and "
+                "then SparseModel(model.inputs, model.outputs)."
+            )
         if _is_functional(args, kwargs):
+            # `model.inputs` is a list. With one input, `fit(x)` would warn of it.
+            inputs = args[0] if args else kwargs.pop("inputs")
+            if isinstance(inputs, list) and len(inputs) == 1:
+                inputs = inputs[0]
+            args = inputs, *args[1:]
             _make_functional(type(self))
             _Functional.__init__(self, *args, **kwargs)
         else:
@@ -631,19 +780,34 @@ class SparseModel(keras.Model):
         """Which variables have sparse gradients on a batch, and why the others do not.
 
         Args:
-          x, y, sample_weight: one batch, as for `train_on_batch`.
+          x, y, sample_weight: one batch, as for `train_on_batch`. Without `y`, the
+            loss is the sum of the outputs, and the model need not be compiled.
 
         Returns:
           What `sparsejax.explain` returns; it prints as a table.
         """
-        self.test_on_batch(x, y, sample_weight)  # builds what is not built yet
-        self.reset_metrics()
-        self.optimizer.build(self.trainable_variables)
+        of_outputs = y is None and (not self.compiled or self.loss is not None)
+        if of_outputs:
+            self(x, training=False)  # builds what is not built yet
+        else:
+            self.test_on_batch(x, y, sample_weight)
+            self.reset_metrics()
+            self.optimizer.build(self.trainable_variables)
         values = lambda variables: [v.value for v in variables]
         x, y, sample_weight = jax.tree.map(jnp.asarray, (x, y, sample_weight))
 
         trainable = self.trainable_variables
         paths = _paths(trainable)
+
+        def outputs_loss(params):
+            outputs, _, losses = self.stateless_call(
+                [params[path] for path in paths],
+                values(self.non_trainable_variables),
+                x,
+                training=True,
+                return_losses=True,
+            )
+            return sum(jnp.sum(each) for each in jax.tree.leaves([outputs, losses]))
 
         def params_loss(params):
             return self._loss(
@@ -656,7 +820,8 @@ class SparseModel(keras.Model):
                 values(self.optimizer.variables),
             )[0]
 
-        return explain(params_loss)(_by_path(trainable, values(trainable)))
+        loss = outputs_loss if of_outputs else params_loss
+        return explain(loss)(_by_path(trainable, values(trainable)))
 
     def _loss(
         self,

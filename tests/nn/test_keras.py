@@ -64,6 +64,15 @@ _RULES = {
     "adadelta": lambda: O.Adadelta(1.0),
     "adamax": lambda: O.Adamax(0.1),
     "lion": lambda: O.Lion(0.1),
+    "nadam": lambda: O.Nadam(0.1, beta_2=0.9, clipnorm=0.7),
+    "ftrl": lambda: O.Ftrl(0.1, l1_regularization_strength=0.3, beta=0.1),
+    "ftrl power": lambda: O.Ftrl(
+        O.schedules.ExponentialDecay(0.1, 1, 0.5),
+        learning_rate_power=-0.7,
+        initial_accumulator_value=0.3,
+        l2_regularization_strength=0.2,
+        l2_shrinkage_regularization_strength=0.1,
+    ),
     "schedule": lambda: O.SGD(O.schedules.ExponentialDecay(0.1, 1, 0.5), momentum=0.9),
 }
 
@@ -115,8 +124,8 @@ def test_wrong_optimizers():
     for wrong, error, said in (
         (lambda: call(bad), TypeError, "got builtins.int"),
         (lambda: call(optax.adam), TypeError, "adam, which must be called"),
-        (lambda: call(O.Nadam()), ValueError, r"Nadam has no equal.*optax\.nadam"),
-        (lambda: call("ftrl"), ValueError, r"Ftrl .*sparsejax\.optim\.ftrl"),
+        (lambda: call("lamb"), ValueError, r"Lamb .*sparsejax\.optim\.partial_rowwise"),
+        (lambda: call("sdg"), ValueError, "no optimizer 'sdg'.*'rmsprop', 'sgd'"),
         (lambda: call(O.Adam(use_ema=True)), ValueError, "use_ema=True averages"),
         (lambda: call(O.SGD(gradient_accumulation_steps=2)), ValueError, "holds grad"),
         (lambda: call(trained), ValueError, "has trained for 1 steps"),
@@ -140,7 +149,96 @@ def test_wrong_optimizers():
             wrong()
 
 
+def test_every_optimizer_of_keras_is_mapped_or_refused_with_a_call():
+    """The calls that the errors name train a model."""
+    source = sj.nn.keras
+    kinds = {
+        name: kind
+        for name, kind in vars(O).items()
+        if isinstance(kind, type) and issubclass(kind, O.Optimizer)
+        if name not in ("Optimizer", "OptimizerMap")
+    }
+    mapped = {kind.__name__ for kind in source._RULES}
+    assert mapped | source._INSTEAD.keys() >= kinds.keys()
+    assert not mapped & source._INSTEAD.keys()
+    for name in mapped:
+        config: Any = source.Optimizer(name.lower()).get_config()
+        assert config["optimizer"]["class_name"] == name
+    names = {"Optimizer": source.Optimizer, "optax": optax, "sparsejax": sj}
+    called = 0
+    for name, instead in source._INSTEAD.items():
+        if name in kinds:
+            with pytest.raises(ValueError, match=f"{name} has no equal"):
+                source.Optimizer(name.lower())
+        if "..." in instead or not instead.startswith("Optimizer("):
+            continue
+        model = _functional(source.SparseModel)
+        model.compile(eval(instead, names), "mse")
+        model.fit(*_data(n=4), verbose=0)
+        called += 1
+    assert called == 3
+
+
+def test_a_model_that_is_not_sparse():
+    """`fit` says it before the first step; an own `train_step` is left alone."""
+
+    class Plain(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.items, self.head = layers.Embedding(V, D), layers.Dense(1)
+
+        def call(self, x):
+            return self.head(keras.ops.mean(self.items(x), axis=1))
+
+    class Own(Plain):
+        def train_step(self, state, data):
+            return super().train_step(state, data)
+
+    x, y = _data()
+    for model, said in (
+        (_functional(keras.Model), r"Write model = SparseModel\(model\.inputs"),
+        (Plain(), r"Write class Plain\(SparseModel\) in place of class Plain\(keras"),
+    ):
+        model.compile(sj.nn.keras.Optimizer("adam"), "mse")
+        before = model.optimizer
+        with pytest.raises(TypeError, match=said):
+            model.fit(x, y, verbose=0)
+        assert not before.built
+    model = Own()
+    model.compile(sj.nn.keras.Optimizer("adam"), "mse")
+    model.fit(x, y, verbose=0)
+    assert int(model.optimizer.iterations) == 1
+    with pytest.raises(TypeError, match=r"a list of Embedding\. .*keras\.Sequential"):
+        sj.nn.keras.SparseModel([layers.Embedding(V, D), layers.Dense(1)])
+
+
+def test_explain_without_targets():
+    """Compiled or not: the leaves that `explain` with targets calls sparse."""
+    x, y = _data(n=4)
+    model = _functional(sj.nn.keras.SparseModel)
+    leaves = lambda *batch: [
+        (x.name, x.sparse, x.rows_read) for x in model.explain(*batch).leaves
+    ]
+    found = leaves(x)
+    assert ("params['items/embeddings']", True, 8) in found
+    model.compile("adam", "mse")
+    assert leaves(x) == leaves(x, y) == found
+    model = Towers()
+    assert [rows for _, sparse, rows in leaves({"item": x, "user": x}) if sparse] == [
+        8,
+        8,
+    ]
+
+
 def test_another_backend(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(name="tensorflow")
+
+    with monkeypatch.context() as m, pytest.raises(RuntimeError) as caught:
+        m.setattr(sj.nn.keras.importlib, "import_module", missing)
+        sj.nn.keras._import_keras()
+    assert "set up for tensorflow, which is not installed" in str(caught.value)
+    assert caught.value.__cause__ is caught.value.__context__ is None
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
     with pytest.raises(RuntimeError, match="on tensorflow.*'KERAS_BACKEND'.* = 'jax'"):
         sj.nn.keras._import_keras()
