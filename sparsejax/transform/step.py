@@ -380,8 +380,10 @@ class _Follow:
             self.together.append([k for _, (k, _) in known])
         self._versions += 1
         outs: list[_Value | None] = []
+        is_cast = name == "convert_element_type"  # in another dtype, the same table
         for v in eqn.outvars:  # of the same type: the argument's next version
-            same = [k for k, (aval, _) in enumerate(known) if _same(aval, v.aval)]
+            is_same = lambda aval, v=v: is_cast or _same(aval, v.aval)
+            same = [k for k, (aval, _) in enumerate(known) if is_same(aval)]
             if not same:
                 outs.append(None)
                 continue

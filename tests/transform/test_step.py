@@ -248,6 +248,8 @@ def test_the_tables_of_a_stack(value_and_grad):
     assert all(f" {line}\n" in str(found) for line in lines)
     stack = found["params['emb']['stack_width4_float32']"]
     assert stack.tables == tuple(f"t{k}" for k in range(6))
+    half = lambda params, ids: loss(jax.tree.map(jnp.bfloat16, params), ids)
+    assert lines[0] in str(sj.explain(half)(params, ids))
     told = sj.explain(loss)(params, ids)
     assert told["params['emb']['stack_width8_float32']"].tables == ("w",)
     assert all(line in str(told) for line in lines)
