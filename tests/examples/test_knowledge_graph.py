@@ -40,6 +40,28 @@ def test_answers_are_ranked_above_frequent_ones(model, gain, codex, capsys):
     assert mrr > frequent + gain
 
 
+@pytest.mark.slow
+def test_transe_learns_the_translations_of_a_grid(tmp_path, capsys):
+    """A point of a grid and a relation, an offset, have one tail: the best MRR is 1."""
+    offsets = [(0, 1), (1, 0), (1, 1), (0, 2), (2, 0), (1, -1), (2, 1), (1, 2), (3, 0)]
+    points = [(y, x) for y in range(15) for x in range(20)]
+    triples = [
+        f"{y},{x}\t{k}\t{y + a},{x + b}"
+        for y, x in points
+        for k, (a, b) in enumerate(offsets)
+        if (y + a, x + b) in points
+    ]
+    np.random.default_rng(0).shuffle(triples)
+    parts = {"valid": triples[:100], "test": triples[100:300], "train": triples[300:]}
+    for name, lines in parts.items():
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    options = "--model transe --dim 32 --negatives 256"
+    knowledge_graph.main([str(tmp_path), *options.split()])
+    found = capsys.readouterr().out.splitlines()[-1]
+    mrr, frequent = map(float, re.findall(r"0\.\d+", found))
+    assert mrr > 0.7 > frequent, found
+
+
 @pytest.mark.parametrize("model", knowledge_graph.MODELS)
 def test_the_loss_is_a_softmax_and_its_gradient_sparse(model):
     rng = np.random.default_rng(0)
@@ -70,7 +92,7 @@ def _scores(params, triples, model):
     entity, relation = (np.asarray(x, np.float64) for x in params.values())
     h, r = entity[triples[:, :1]], relation[triples[:, 1:2]]
     if model == "transe":
-        return -np.linalg.norm(h + r - entity, axis=-1)
+        return -(np.linalg.norm(h + r - entity, axis=-1) ** 2)
     if model == "distmult":
         return np.sum(h * r * entity, axis=-1)
     h, r, t = (x[..., :2] + 1j * x[..., 2:] for x in (h, r, entity))
