@@ -62,6 +62,12 @@ def _mesh() -> Any:
     return jax.make_mesh((len(jax.devices()),), ("x",), axis_types=(auto,))
 
 
+@jax.jit
+def whole_array(table: Any) -> Any:
+    """The array `[V, D]` or `[K, V, D]` of a gradient or of a sharded table."""
+    return table if isinstance(table, jax.Array) else table.to_dense()
+
+
 KINDS = {
     "array": Kind("array `[V, D]`", jnp.array),
     "stack": Kind(
@@ -81,7 +87,7 @@ KINDS = {
     "sharded": Kind(
         "`ShardedTable`",
         lambda w: sj.parallel.shard_rows(w, _mesh(), "x"),
-        dense=lambda leaf: leaf.to_dense(),
+        dense=whole_array,
     ),
     "store": Kind("`KVStore`", lambda w: w),
     "cached": Kind("`CachedTable`", lambda w: w),
@@ -152,11 +158,11 @@ def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> Non
 
     ours = jax.jit(functools.partial(values_and_gradient, sj.grad, kind.view, ids))
     same = lambda table: table
-    plain = functools.partial(values_and_gradient, jax.grad, same, IDS)
+    plain = jax.jit(functools.partial(values_and_gradient, jax.grad, same, IDS))
     (got, grads), (want, dense) = ours(leaf), plain(jnp.asarray(whole))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     if dense is not None:
-        grads = grads if isinstance(grads, jax.Array) else grads.to_dense()
+        grads = whole_array(grads)
         rows = kind.view(grads)[np.asarray(ids)]
         np.testing.assert_allclose(rows, dense[IDS], rtol=1e-5, atol=1e-5)
 
@@ -208,7 +214,7 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
             store.init("t", whole, tx)
             for ids in BATCHES:
                 pulled = {"t": store.pull("t", ids)}
-                store.push("t", sj.grad(loss_fn)(pulled, ids)["t"])
+                store.push("t", jax.jit(sj.grad(loss_fn))(pulled, ids)["t"])
             return store.pull_all("t")
     if name == "cached":
         with sj.store.KVStore() as store:
@@ -216,12 +222,16 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
             cache = sj.store.CachedTable(store, "t", slots=24)
             params = {"t": cache.array}
             state = cache.attach(tx, params)
-            required = {"t": True}
+
+            @jax.jit
+            def cached_step(params, state, slots):
+                grads = sj.grad(loss_fn, tables={"t": True})(params, slots)
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
             for ids in BATCHES:
                 params, state, slots = cache.prepare(ids, params, state)
-                grads = sj.grad(loss_fn, tables=required)(params, slots)
-                updates, state = tx.update(grads, state, params)
-                params = optax.apply_updates(params, updates)
+                params, state = cached_step(params, state, slots)
             cache.flush(params, state)
             return store.pull_all("t")
     params = {"t": kind.make(whole)}
@@ -237,7 +247,7 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
     for ids in BATCHES:
         params, state = step(params, state, ids)
     if is_exact:
-        params, state = tx.flush(params, state)
+        params, state = jax.jit(tx.flush)(params, state)
     if _states(state):
         params = sj.optim.ema_params(params, state)
     return kind.dense(params["t"])
@@ -252,10 +262,15 @@ def _train_dense(tx: Any) -> Any:
     params = jnp.asarray(WHOLE)
     state = tx.init(params)
     history = []
-    for ids in BATCHES:
-        grads = jax.grad(lambda t, ids=ids: jnp.sum((t[ids] - TARGET) ** 2))(params)
+
+    @jax.jit
+    def step(params, state, ids):
+        grads = jax.grad(lambda t: jnp.sum((t[ids] - TARGET) ** 2))(params)
         updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    for ids in BATCHES:
+        params, state = step(params, state, ids)
         history.append(params)
     return params, history
 
@@ -304,15 +319,20 @@ TRAININGS = {
 }
 
 
-def try_training(name: str, training: Training) -> None:
+@functools.cache
+def _dense_result(row: str) -> np.ndarray:
+    return np.asarray(TRAININGS[row].dense(), np.float32)
+
+
+def try_training(name: str, row: str) -> None:
+    training = TRAININGS[row]
     dtype = jnp.float32 if name == "quantized" else training.dtype
     tx = training.make()
-    if name == "stack" and training is TRAININGS["`accumulate(tx, k)`"]:
+    if name == "stack" and row == "`accumulate(tx, k)`":
         lazy = sj.optim.lazy(optax.adagrad(0.1))
         tx = sj.optim.accumulate(lazy, 2, capacity=12, stacked=True)
     got = np.asarray(_train(name, tx, dtype), np.float32)
-    want = np.asarray(training.dense(), np.float32)
-    np.testing.assert_allclose(got, want, atol=training.tolerance)
+    np.testing.assert_allclose(got, _dense_result(row), atol=training.tolerance)
 
 
 # ------------------------------------------------------------------ files
@@ -414,7 +434,7 @@ def tried(row: str, call: Any, name: str) -> str:
         if row in READS:
             try_read(name, call)
         elif row in TRAININGS:
-            try_training(name, call)
+            try_training(name, row)
         else:
             call(name)
     except (TypeError, ValueError) as e:
