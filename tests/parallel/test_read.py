@@ -463,8 +463,8 @@ def test_vmap_over_ids_and_over_tables(shared):
         return jnp.sum(jnp.sin(jnp.stack(rows)))
 
     got = grad(values, IDS[:2])
-    want = jax.jit(jax.grad(want))(values)
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    expected = jax.jit(jax.grad(want))(values)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
