@@ -281,13 +281,11 @@ def _check_model(optimizer: Any) -> None:
 
     Keras does not tell an optimizer its model, so this looks for the caller.
     """
-    frame = sys._getframe(2)
-    while frame is not None:
-        model = frame.f_locals.get("self")
-        if isinstance(model, keras.Model):
-            break
-        frame = frame.f_back
-    else:
+    frame: Any = sys._getframe(2)
+    model: Any = None
+    while frame is not None and not isinstance(model, keras.Model):
+        model, frame = frame.f_locals.get("self"), frame.f_back
+    if not isinstance(model, keras.Model):
         return
     own = getattr(model, "optimizer", None)
     own = getattr(own, "inner_optimizer", own)
@@ -742,6 +740,18 @@ class SparseModel(keras.Model):
             )
             return None
         return super().get_compile_config()
+
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """`keras.Model.export`; needs the package of its format."""
+        try:
+            super().export(filepath, *args, **kwargs)
+        except ImportError as e:
+            raise ImportError(
+                f"{_CALL}.SparseModel.export: the format needs a package that is not "
+                f"installed: {e} Install it, or write a program for JAX: jax.export of "
+                "model.stateless_call, with the weights as arguments, as on the page "
+                "'Train a Keras model'."
+            ) from None
 
     def train_step(self, state: Any, data: Any) -> Any:
         """One step; Keras jits it and donates the state."""

@@ -487,6 +487,16 @@ def test_weights_and_optax(tmp_path):
     _assert_same(_weights(stock), _weights(other), rtol=0, atol=0)  # shared
 
 
+def test_export_without_the_package_of_the_format(tmp_path, monkeypatch):
+    def missing(*args, **kwargs):
+        raise ImportError("This requires the tensorflow module.")
+
+    model = _functional(sj.nn.keras.SparseModel)
+    monkeypatch.setattr(keras.Model, "export", missing)
+    with pytest.raises(ImportError, match=r"tensorflow module.*jax\.export of model"):
+        model.export(tmp_path / "model")
+
+
 def test_subclasses_that_are_functional():
     """`super().__init__(inputs, outputs)` in one subclass leaves the others alone."""
 
