@@ -748,7 +748,7 @@ class SparseModel(keras.Model):
         except ImportError as e:
             raise ImportError(
                 f"{_CALL}.SparseModel.export: the format needs a package that is not "
-                f"installed: {e} Install it, or write a program for JAX: jax.export of "
+                f"installed ({e}). Install it, or write a program for JAX: jax.export of "
                 "model.stateless_call, with the weights as arguments, as on the page "
                 "'Train a Keras model'."
             ) from None
