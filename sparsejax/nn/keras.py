@@ -748,9 +748,9 @@ class SparseModel(keras.Model):
         except ImportError as e:
             raise ImportError(
                 f"{_CALL}.SparseModel.export: the format needs a package that is not "
-                f"installed ({e}). Install it, or write a program for JAX: jax.export of "
-                "model.stateless_call, with the weights as arguments, as on the page "
-                "'Train a Keras model'."
+                f"installed ({e}). Install it, or write a program for JAX: jax.export "
+                "of model.stateless_call, with the weights as arguments, as on the "
+                "page 'Train a Keras model'."
             ) from None
 
     def train_step(self, state: Any, data: Any) -> Any:
