@@ -44,7 +44,9 @@ def whole(tree):
 
     In one program: of an eager `to_dense`, JAX compiles each operation for all devices.
     """
-    is_leaf = lambda x: hasattr(x, "to_dense")
+    # By type: a variable of nnx has the attributes of its value.
+    kinds = sj.SelectedRows, sj.parallel.ShardedTable
+    is_leaf = lambda x: isinstance(x, kinds)
     dense = lambda x: x.to_dense() if is_leaf(x) else x
     return jax.tree.map(dense, tree, is_leaf=is_leaf)
 
