@@ -307,10 +307,11 @@ def show_mismatch(
     extra = [key for key in mine if key not in theirs]
     missing = [key for key in theirs if key not in mine]
     some = lambda keys: f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
-    parts = [f"it has no {some(missing)}"] * bool(missing)
-    parts += [f"the tree has no {some(extra)}"] * bool(extra)
+    parts = [f"it lacks {some(missing)}"] * bool(missing)
+    parts += [f"has {some(extra)}, which the tree lacks"] * bool(extra)
     if parts:
-        return f"{where} {' and '.join(parts)}."
+        it = "" if missing else "it "
+        return f"{where} {it}{', and '.join(parts)}."
     differences = (
         show_mismatch(mine[key], theirs[key], is_leaf, at + key) for key in mine
     )

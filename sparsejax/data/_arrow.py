@@ -270,6 +270,8 @@ def _refuse(call: str, found: Any, name: str) -> NoReturn:
     hint = ""
     if is_table(found):
         hint = " It is a table: pass one of its columns, or encode_columns(table)."
+    elif getattr(getattr(found, "dtype", None), "kind", "") in ("M", "m"):
+        hint = " Of times, pass the seconds since the first one, as floats."
     elif isinstance(found, (float, np.floating)):
         hint = " Numbers that are not ids are features, or are cut into buckets first."
     elif isinstance(found, (list, tuple)) or np.ndim(found) > 1:

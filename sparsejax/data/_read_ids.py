@@ -7,6 +7,7 @@ words into ids.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -254,7 +255,7 @@ def _numbers(
     missing: float,
     key: str,
 ) -> np.ndarray:
-    """Returns a column of numbers, float32 `[n]`."""
+    """Returns a column, float32 `[n]`; warns if whole numbers are rounded."""
     floats = _arrow.as_floats(column)
     if floats is None:
         raise ValueError(
@@ -273,6 +274,14 @@ def _numbers(
         row = int(np.argmin(is_given))
         found, expected = "nothing", "the label (missing= fills in)"
     else:
+        is_rounded = (np.trunc(floats) == floats) & (out != floats)
+        if key == "numbers" and (is_rounded & (np.abs(floats) < 2**53)).any():
+            warnings.warn(
+                f"{call}: float32 rounds whole numbers of the column {name!r} of "
+                f"{table.name}. Of times, subtract the first one. To keep them, read "
+                "the column with pyarrow.",
+                stacklevel=2,
+            )
         return np.where(is_given, out, np.float32(missing))
     raise ValueError(
         f"{call}: {table.name}, row {first + row} from 0: found {found} in the column "

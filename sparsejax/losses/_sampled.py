@@ -166,7 +166,10 @@ def _scores_of(
     several = labels.ndim == inputs.ndim
     if labels.shape[: len(lead)] != lead or labels.ndim > inputs.ndim:
         want = f"{lead} for inputs {inputs.shape}, or have one more axis of labels"
-        raise _arguments.wrong(call, "labels", want, f"shape {labels.shape}")
+        found = f"shape {labels.shape}"
+        if labels.shape == table.shape[:1]:
+            found += ", as many as the table has rows: the table comes before inputs"
+        raise _arguments.wrong(call, "labels", want, found)
     ids, log_q, label_log_q = _parts_of(call, negatives, labels)
     ids = _arguments.as_ids(call, ids, height, "negatives")
     if ids.ndim != 1 and ids.shape[:-1] != lead:

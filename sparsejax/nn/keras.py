@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib
-import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -83,8 +82,11 @@ class Optimizer(keras.optimizers.Optimizer):
     Raises:
       TypeError: `optimizer` is something else, for example an optimizer of tf.keras.
       ValueError: a Keras optimizer, or an option, has no row-wise form; `optimizer` was
-        trained already; at `build`, `lazy` refuses the transformation, or the model is
-        not a SparseModel.
+        trained already; at `build`, `lazy` refuses the transformation.
+
+    Warns:
+      UserWarning: at `apply`, no gradient is sparse, since the model is not a
+        SparseModel.
 
     Example:
       >>> import optax, sparsejax as sj
@@ -107,12 +109,12 @@ class Optimizer(keras.optimizers.Optimizer):
         super().__init__(learning_rate, loss_scale_factor=loss_scale, name=name)
         self._given = given
         self._run: Any = None
+        self._is_of_sparse_model = False
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the state, a Keras variable for each array of `tx.init(params)`."""
         if self.built:
             return
-        _check_model(self)
         super().build(variables)
         variables = list(variables)
         source, tx = self._given.source, self._given.tx
@@ -177,6 +179,13 @@ class Optimizer(keras.optimizers.Optimizer):
                     "every step. Remove embeddings_constraint=, or normalize the rows "
                     "that the model reads, or train with keras.Model."
                 )
+        if not (self._is_of_sparse_model or any(map(is_selected_rows, grads))):
+            warnings.warn(
+                f"{_CALL}.Optimizer: no gradient is sparse, so each step goes through "
+                "all rows. Train a SparseModel in place of the keras.Model: "
+                "SparseModel(model.inputs, model.outputs) has the same weights.",
+                stacklevel=2,
+            )
         params = _by_path(variables, [v.value for v in variables])
         state = run.shape.unflatten([v.value for v in run.state])
         if run.has_rate:
@@ -274,35 +283,6 @@ def _given(call: str, optimizer: Any) -> _Given:
         )
     _check_keras(call, optimizer)
     return _Given(optimizer, None)
-
-
-def _check_model(optimizer: Any) -> None:
-    """Refuses to be built by the `fit` of a model that differentiates densely.
-
-    Keras does not tell an optimizer its model, so this looks for the caller.
-    """
-    frame: Any = sys._getframe(2)
-    model: Any = None
-    while frame is not None and not isinstance(model, keras.Model):
-        model, frame = frame.f_locals.get("self"), frame.f_back
-    if not isinstance(model, keras.Model):
-        return
-    own = getattr(model, "optimizer", None)
-    own = getattr(own, "inner_optimizer", own)
-    if own is optimizer and type(model).train_step is keras.Model.train_step:
-        functional = isinstance(model, (keras.Sequential, _Functional))
-        raise TypeError(
-            f"{_CALL}.Optimizer: the model must be a SparseModel, got "
-            f"{type(model).__name__} {model.name!r}, whose fit computes dense "
-            "gradients of tables. "
-            + (
-                "Write model = SparseModel(model.inputs, model.outputs), which has the "
-                "same weights, before compile."
-                if functional
-                else f"Write class {type(model).__name__}(SparseModel) in place of "
-                f"class {type(model).__name__}(keras.Model)."
-            )
-        )
 
 
 # What to call in place of an optimizer of Keras that has no row-wise form, or another.
@@ -719,6 +699,8 @@ class SparseModel(keras.Model):
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             optimizer = Optimizer(optimizer)
         super().compile(optimizer, *args, auto_scale_loss=False, **kwargs)
+        if optimizer is not None:
+            self.optimizer._is_of_sparse_model = True
 
     def compile_from_config(self, config: dict[str, Any]) -> None:
         """Called by `keras.saving.load_model`."""

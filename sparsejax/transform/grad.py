@@ -288,10 +288,15 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
             "and pass it to the loss."
         ) from error
     # Order loss and aux before the cotangents. An update in place may follow the
-    # cotangents, and XLA copies the table if anything else reads it later.
+    # cotangents, and XLA copies the table if anything else reads it later. A cotangent
+    # also waits for the smaller ones, which may need the rows of its read: then it
+    # takes their place. Skip-gram so needs 32 MiB of temporaries, not 41; glibc maps
+    # more than 32 anew in each step, which took half of its time.
     if cotangents:
-        last = order_after(loss, aux)
-        cotangents = [order_after(x, [last]) for x in cotangents]
+        last, raw = order_after(loss, aux), cotangents
+        cotangents = [
+            order_after(x, [last, *(y for y in raw if y.size < x.size)]) for x in raw
+        ]
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):

@@ -133,8 +133,7 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
         for primitive in primitives:
             _RULES.add(primitive, rule)
             if of_arrays:
-                name = primitive if isinstance(primitive, str) else primitive.name
-                _RULES_OF_ARRAYS.add(name)
+                _RULES_OF_ARRAYS.add(getattr(primitive, "name", primitive))
         return rule
 
     return register

@@ -201,7 +201,29 @@ def test_one_long_word_does_not_widen_all(tmp_path):
     )
 
 
+@pytest.mark.parametrize("of_file", [False, True])
+def test_rounded_numbers_are_told(tmp_path, of_file):
+    """A time in seconds has 31 bits. Fractions are rounded without a word."""
+    columns = {"ids": ["word"], "numbers": ["time", "share"]}
+    data = {"word": ["a", "b"], "share": [0.1, 1e30], "time": [2**24, 2**24 + 1]}
+    source = data
+    if of_file:
+        source = tmp_path / "log.csv"
+        rows = [data, *zip(*data.values())]
+        source.write_text("".join(",".join(map(str, row)) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match="whole numbers of the column 'time' of"):
+        sj.data.read_ids(source, 100, columns)
+    data["time"][1] += 1  # float32 holds 2**24 + 2
+    sj.data.read_ids(data, 100, columns)
+
+
 # ------------------------------------------------------------------ refusals
+
+
+def test_times_are_refused_with_what_to_pass():
+    data = {"word": ["a"], "time": np.array(["2026-11-27"], "datetime64[s]")}
+    with pytest.raises(TypeError, match="pass the seconds since the first one"):
+        sj.data.read_ids(data, 100, {"ids": ["word"], "numbers": ["time"]})
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,30 @@ def test_the_rows_read_and_their_cotangents_share_memory(name, keeps_rows, read)
     assert memory.temp_size_in_bytes < (2.3 if keeps_rows else 1.3) * (4 * n * D)
 
 
+@pytest.mark.usefixtures("loose_promotion", "cpu_backend")
+def test_the_cotangents_of_the_largest_read_take_the_place_of_its_rows():
+    """Skip-gram: the cotangents of the words need the rows of the negatives."""
+    pairs, tx = 8_192, lazy(optax.sgd(0.1))
+
+    def loss_fn(params, words, negatives):
+        scores = jnp.einsum("bd,bkd->bk", params["a"][words], params["b"][negatives])
+        return jnp.mean(jax.nn.softplus(scores))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, *batch):
+        loss, grads = sj.value_and_grad(loss_fn)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    like = jax.ShapeDtypeStruct
+    params = dict.fromkeys("ab", like((V, D), jnp.float32))
+    batch = like((pairs,), jnp.int32), like((pairs, 5), jnp.int32)
+    lowered = step.lower(params, jax.eval_shape(tx.init, params), *batch)
+    memory = compile_as_users_do(lowered).memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 1.5 * (4 * 6 * pairs * D)
+
+
 @pytest.mark.usefixtures("loose_promotion")
 def test_a_donated_step_runs():
     tx = lazy(optax.adam(0.1))

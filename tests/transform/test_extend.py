@@ -161,6 +161,16 @@ def test_a_cell_that_is_run_again_replaces_its_rule():
     assert not sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
 
 
+def test_a_function_of_the_same_name_in_another_module_stays():
+    registry = liveness.Registry()
+    ours, theirs = [lambda: None for _ in range(2)]
+    theirs.__module__ = "another_package"
+    assert ours.__qualname__ == theirs.__qualname__
+    registry.add("sin", theirs)
+    registry.add("sin", ours)
+    assert registry.named("sin") == [ours, theirs]
+
+
 def test_a_flow_by_name_comes_before_jaxs_own():
     loss = lambda t: jnp.sum(jax.jit(jnp.sin)(t[IDS]))
     assert sj.explain(loss)(TABLE).leaves[0].rows_read == 3

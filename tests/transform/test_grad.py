@@ -275,10 +275,10 @@ def test_tables_that_cannot_be():
 _NO_PREFIX = [
     (
         {"tble": True, "layers": None},
-        r"the top it has no \['table'\] and the tree has ",
+        r"the top it lacks \['table'\], and has ",
     ),
-    ({"table": True}, r"At the top it has no \['layers'\]\.$"),
-    ({"table": True, "layers": [None]}, r"At \['layers'\] it has no \[1\]\.$"),
+    ({"table": True}, r"At the top it lacks \['layers'\]\.$"),
+    ({"table": True, "layers": [None]}, r"At \['layers'\] it lacks \[1\]\.$"),
     (
         {"table": {"x": True}, "layers": None},
         r"\['table'\] it has a dict for a float32",
