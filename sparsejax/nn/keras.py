@@ -179,7 +179,9 @@ class Optimizer(keras.optimizers.Optimizer):
                     "every step. Remove embeddings_constraint=, or normalize the rows "
                     "that the model reads, or train with keras.Model."
                 )
-        if not (self._is_of_sparse_model or any(map(is_selected_rows, grads))):
+        has_table = any(len(v.shape) > 1 for v in variables)
+        is_sparse = self._is_of_sparse_model or any(map(is_selected_rows, grads))
+        if has_table and not is_sparse:
             warnings.warn(
                 f"{_CALL}.Optimizer: no gradient is sparse, so each step goes through "
                 "all rows. Train a SparseModel in place of the keras.Model: "
