@@ -103,25 +103,9 @@ def _user(update, init=lambda params: ()):
     return optax.GradientTransformation(init, update)
 
 
-@pytest.mark.parametrize(
-    "same", [lambda x: x * 1, lambda x: x / 1, lambda x: x + 0, lambda x: x - 0]
-)
-def test_a_state_that_is_only_written_again_keeps_its_rows(same):
-    def update(updates, state, params=None):
-        return updates, jax.tree.map(same, state)
-
-    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
-    assert is_row_separable(_user(update, zeros), PARAMS)
-    grows = lambda updates, state, params=None: (
-        updates, jax.tree.map(lambda x: x / 2, state)
-    )  # fmt: skip
-    assert not is_row_separable(_user(grows, zeros), PARAMS)
-
-
 def test_a_dense_leaf_that_is_moved_by_rows_of_the_table():
     def update(updates, state, params=None):
-        column = updates["table"][:, 0]
-        return updates | {"heights": updates["heights"] + column}, state
+        return updates | {"heights": updates["table"][:, 0]}, state
 
     params = PARAMS | {"heights": jnp.zeros(50)}
     with pytest.raises(ValueError, match="update of a dense leaf has rows of it"):

@@ -283,7 +283,10 @@ _NO_PREFIX = [
         {"table": {"x": True}, "layers": None},
         r"\['table'\] it has a dict for a float32",
     ),
-    ({"table": None, "layers": [None, {"v": 1}]}, r"At \['layers'\]\[1\] .*no \['v'\]"),
+    (
+        {"table": None, "layers": [None, {"v": 1}]},
+        r"At \['layers'\]\[1\] .*has \['v'\], which the tree lacks",
+    ),
     ([True, None], "At the top it has a list for a dict"),
 ]
 
