@@ -352,15 +352,6 @@ def test_own_code_promotes_nothing():
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("master", [False, True])
-def test_it_goes_around_lazy(master):
-    tx = lazy(rounding(optax.adam(LR), 0, master=master))
-    with pytest.raises(
-        ValueError, match=r"inside of it: .*rounding\(lazy\(tx\), key\)"
-    ):
-        tx.init(make_params(jnp.bfloat16))
-
-
 @pytest.mark.parametrize("key", [None, 0.5, jnp.ones(2), jnp.zeros((3, 2), jnp.uint32)])
 def test_rounding_needs_one_key(key):
     with pytest.raises(TypeError, match="rounding: key must be one PRNG key or an int"):

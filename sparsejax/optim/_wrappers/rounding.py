@@ -47,7 +47,7 @@ from sparsejax._rows import (
     with_known_sum,
     with_slots,
 )
-from sparsejax.optim._lazy import checks, judge, trees
+from sparsejax.optim._lazy import checks, trees
 
 
 CALL = "sparsejax.optim.rounding"
@@ -66,12 +66,6 @@ class RoundingState(NamedTuple):
     step: jax.Array
     inner_state: Any
     master: Any
-
-
-judge.NOT_LIFTED[RoundingState] = (
-    CALL,
-    "it goes around lazy, not inside of it: sparsejax.optim.rounding(lazy(tx), key)",
-)
 
 
 def rounding(
