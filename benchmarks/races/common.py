@@ -266,5 +266,5 @@ def race(name, args):
     print(f"{told}, {args.threads} threads, {args.seeds} seeds, load {load:.1f}")
     print(table(module, runs, versions, rates))
     if args.plot:
-        plot(module, runs, versions, args.plot, f"{module.__doc__.splitlines()[0]}")
+        plot(module, runs, versions, args.plot, str(module.__doc__).splitlines()[0])
     return 0
