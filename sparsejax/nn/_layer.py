@@ -177,10 +177,8 @@ def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
     value = table_or_none(params[name])
     if value is None:
         given, called = params[name], f"params[{name!r}]"
-        want, fix = (
-            f"an array of shape {shape}",
-            _arguments.convert_tensor(given, called),
-        )
+        want = f"an array of shape {shape}"
+        fix = _arguments.convert_tensor(given, called)
         raise _arguments.wrong_type(call, called, want, _arguments.kind_of(given), fix)
     if tuple(value.shape) != shape:
         raise ValueError(

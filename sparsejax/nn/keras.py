@@ -729,13 +729,13 @@ class SparseModel(keras.Model):
         """`keras.Model.export`; needs the package of its format."""
         try:
             super().export(filepath, *args, **kwargs)
-        except ImportError as e:
-            raise ImportError(
-                f"{_CALL}.SparseModel.export: the format needs a package that is not "
-                f"installed ({e}). Install it, or write a program for JAX: jax.export "
-                "of model.stateless_call, with the weights as arguments, as on the "
-                "page 'Train a Keras model'."
-            ) from None
+        except ImportError as e:  # which names the package that is missing
+            e.add_note(
+                f"{_CALL}.SparseModel.export: install the package of the format, or "
+                "write a program for JAX: jax.export of model.stateless_call, with the "
+                "weights as arguments, as on the page 'Train a Keras model'."
+            )
+            raise
 
     def train_step(self, state: Any, data: Any) -> Any:
         """One step; Keras jits it and donates the state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -293,10 +294,13 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
     # takes their place. Skip-gram so needs 32 MiB of temporaries, not 41; glibc maps
     # more than 32 anew in each step, which took half of its time.
     if cotangents:
-        last, raw = order_after(loss, aux), cotangents
-        cotangents = [
-            order_after(x, [last, *(y for y in raw if y.size < x.size)]) for x in raw
-        ]
+        last, size_of = order_after(loss, aux), lambda k: cotangents[k].size
+        by_size = sorted(range(len(cotangents)), key=size_of)
+        for _, group in itertools.groupby(by_size, size_of):
+            raw = {k: cotangents[k] for k in group}
+            for k, x in raw.items():
+                cotangents[k] = order_after(x, [last])
+            last = order_after(last, list(raw.values()))
 
     grads: dict[int, Any] = {}
     for leaf, g in zip(dense, dense_grads):

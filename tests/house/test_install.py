@@ -81,8 +81,6 @@ def test_what_is_missing_is_named_with_the_extra_that_brings_it():
                 found.append((path, "".join(x for x in words if isinstance(x, str))))
     assert len(found) > 5
     for path, said in found:
-        if "SparseModel.export" in said:
-            continue  # Keras says which package its format needs
         extra = re.search(r"sparsejax\[(\w+)\]", said)
         assert extra and extra[1] in PROJECT["optional-dependencies"], (path, said)
 
