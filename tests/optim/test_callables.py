@@ -302,7 +302,19 @@ def _hidden(rule, inner=SGD):
     return optax.GradientTransformation(inner.init, update)
 
 
+def _a_number_or_the_state(rows):
+    """Scales by a number in the program, or by the state, as rows are even or odd."""
+
+    def update(updates, state, params=None):
+        scale = lambda g: g * (2.0 if len(g) % 2 == rows else state)
+        return jax.tree.map(scale, updates), state
+
+    return optax.GradientTransformation(lambda params: jnp.ones(()), update)
+
+
 HIDDEN = {
+    "a number if even": lambda: _a_number_or_the_state(0),
+    "a number if odd": lambda: _a_number_or_the_state(1),
     "by rows": lambda: _hidden(RULES["by rows"]),
     "made in update": lambda: optax.GradientTransformation(
         lambda p: optax.masked(ADAM, LARGE).init(p),

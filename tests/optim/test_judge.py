@@ -103,6 +103,15 @@ def _user(update, init=lambda params: ()):
     return optax.GradientTransformation(init, update)
 
 
+def test_an_error_of_no_part_is_an_error_of_the_transformation():
+    def counted_once(updates, state, params=None):
+        return updates, (*state, 1)
+
+    message = "counted_once|test_an_error.*cannot run on rows.*another structure"
+    with pytest.raises(ValueError, match=message):
+        lazy(_user(counted_once)).init(PARAMS)
+
+
 def test_a_dense_leaf_that_is_moved_by_rows_of_the_table():
     def update(updates, state, params=None):
         return updates | {"heights": updates["table"][:, 0]}, state

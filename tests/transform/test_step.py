@@ -138,6 +138,19 @@ def test_a_gradient_that_is_made_dense():
 
 
 @pytest.mark.usefixtures("cpu_backend")
+def test_a_write_before_all_else_and_a_read_of_the_new_table():
+    dims = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+    def write_and_read(table, rows, values):
+        table = jax.lax.scatter_add(table, rows, values, dims)
+        return table, table[rows[:, 0]]
+
+    args = jnp.ones((V, D)), jnp.zeros((N, 1), jnp.int32), jnp.ones((N, D))
+    found = sj.explain(jax.jit(write_and_read, donate_argnums=0))(*args)
+    uses = {use.primitive: use.late for use in found["table"].uses}
+    assert uses == {"scatter-add": False, "gather": False}
+
+
 def test_the_old_table_is_read_after_the_update():
     read = lambda old, new: jnp.sum(old["table"][jnp.array([5, 9])])
     line = read.__code__.co_firstlineno

@@ -487,9 +487,7 @@ def _value(eqn: Any, xs: Sequence[Any], ins: Sequence[Fact]) -> Any:
             return 0
         return y if is_number(x, 1) else x if is_number(y, 1) else None
     if name == "div":
-        if is_number(x, 0) and not is_number(y, 0):
-            return 0
-        return x if is_number(y, 1) else None
+        return 0 if is_number(x, 0) and not is_number(y, 0) else None
     if name in ("add", "add_any"):
         return y if is_number(x, 0) else x if is_number(y, 0) else None
     if name == "sub":
