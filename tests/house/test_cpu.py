@@ -85,8 +85,8 @@ def test_freed_pages_are_kept():
     assert faults < usual / 4
 
 
-@needs_glibc
 @pytest.mark.window
+@needs_glibc
 def test_a_warning_says_that_jax_has_started():
     kept, _, (message,) = _run(first=True)
     assert kept == "True"
@@ -200,8 +200,9 @@ def _step(tx):
 
 
 @needs_huge_pages
-@pytest.mark.window
-@pytest.mark.parametrize("lift", [sj.optim.lazy, sj.optim.exact])
+@pytest.mark.parametrize(
+    "lift", [pytest.param(sj.optim.lazy, marks=pytest.mark.window), sj.optim.exact]
+)
 def test_steps_leave_parameters_and_state_there(lift):
     params = {"table": _table(), "w": jnp.ones(64)}
     tx = lift(optax.adam(0.1))
@@ -215,7 +216,6 @@ def test_steps_leave_parameters_and_state_there(lift):
 
 
 @needs_huge_pages
-@pytest.mark.window
 def test_shards_of_an_array():
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     whole = np.ones((340_000, 64), np.float32)

@@ -355,7 +355,6 @@ def test_in_a_scan_and_under_vmap():
 
 
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.window
 def test_one_index_for_each_device_in_a_shard_map():
     """Keys partitioned by owner: each device's index is a dict of the keys it owns."""
     devices, rows_each, steps = 8, 5, 12

@@ -114,7 +114,6 @@ def _oracle_step(weighted):
 # ------------------------------------------------------------------ values, gradients
 
 
-@pytest.mark.window
 @pytest.mark.parametrize(
     ("layout", "weighted"),
     [(layout, False) for layout in LAYOUTS]
@@ -194,7 +193,6 @@ def test_weights_that_are_a_parameter_of_their_own(x64):
     np.testing.assert_allclose(got["weights"], want["weights"], rtol=1e-12)
 
 
-@pytest.mark.window
 def test_lowerings_give_what_the_reference_gives():
     rng = np.random.default_rng(3)
     table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
@@ -698,7 +696,6 @@ def test_bag_sum_of_a_laid_out_table_is_plain():
     assert "bag_sum" not in names
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("combiner", ["sum", "max", "none"])
 def test_numpy_ids_beyond_32_bits(combiner):
     """JAX would cut them to 32 bits, to ids in range."""

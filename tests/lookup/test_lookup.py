@@ -85,7 +85,6 @@ def every_option(ids, table):
     return [sj.lookup(table, ids, **options) for options in OPTIONS]
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
 def test_every_option_on_every_case(case):
     table, ids = table_of(case.height), case.padded
@@ -97,7 +96,6 @@ def test_every_option_on_every_case(case):
             assert_same_bits(np.nan_to_num(got), np.nan_to_num(want))
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
 def test_every_option_with_64_bit_types(dtype, x64):
     huge = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
@@ -172,7 +170,6 @@ def test_ids_as_python_ints_and_lists():
     assert_same_bits(inside, rows[2:4])
 
 
-@pytest.mark.window
 def test_ids_of_another_library():
     """Its dtype is not NumPy's, as in a column of polars or a tensor of PyTorch."""
 
@@ -261,7 +258,6 @@ def natural(table, ids, padding_id):
     return jnp.where(ok.reshape(ok.shape + (1,) * (rows.ndim - ok.ndim)), rows, 0.0)
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
 def test_gradients_are_those_of_the_natural_expression(row_shape):
     table = table_of(V, row_shape)
@@ -432,7 +428,6 @@ def test_error_mode_without_checkify_names_it():
             f(ids)
 
 
-@pytest.mark.window
 def test_error_mode_raises_at_once_outside_jit():
     with pytest.raises(checkify.JaxRuntimeError, match="1 of 1 ids .* first is -3"):
         sj.lookup(table_of(V), -3, mode="error")
@@ -462,7 +457,6 @@ def test_a_pulled_part_of_a_table(row_shape):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.window
 def test_a_row_that_was_not_pulled_is_an_error():
     ones = jnp.asarray(np.ones((2, D), np.float32))
     pulled = sj.SelectedRows(jnp.array([4, 0]), ones, V)

@@ -14,9 +14,6 @@ from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._lookup.read_rows import read_rows
 
 
-pytestmark = pytest.mark.window
-
-
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]
 IDS = [[3], [0, 5, 5, 2], [6, 7, 100, -1, -100], [-1], []]
 
@@ -35,6 +32,7 @@ def _same(a, b):
     np.testing.assert_array_equal(np.signbit(a), np.signbit(b))
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("ids", IDS)
 def test_equals_the_reference(ids, dtype):
@@ -54,6 +52,7 @@ def test_equals_the_reference_with_a_fill(ids, dtype):
         _same(jax.jit(partial(read, fill=fill))(table, ids), want)
 
 
+@pytest.mark.window
 def test_a_fill_is_a_key_of_a_compiled_program():
     """NaN equals itself there, and a zero no zero of another type."""
     ids = jnp.array([1, 9])
@@ -70,6 +69,7 @@ def test_a_fill_is_a_key_of_a_compiled_program():
         assert g.dtype == dtype and g.capacity == 2
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("shape", [(7,), (7, 3), (7, 2, 3)])
 def test_ranks(shape):
     table, ids = (
@@ -92,6 +92,7 @@ def test_under_vmap_and_derivatives(x64):
     check_grads(fun, (table,), 2)
 
 
+@pytest.mark.window
 def test_no_branch_and_no_table_shows_in_the_jaxpr():
     jaxpr = jax.make_jaxpr(lambda t, i: read_rows(t, i))(
         jnp.ones((50, 3)), jnp.arange(4)

@@ -177,7 +177,6 @@ def test_a_state_and_a_variable():
     assert len(_rows_of(grads)) == 1
 
 
-@pytest.mark.window
 def test_training():
     """Steps with `nnx.Optimizer`, under `nnx.jit`: lazy Adagrad is dense Adagrad."""
     results = []

@@ -35,7 +35,7 @@ from sparsejax.optim import global_norm, lazy
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 ADAM = lazy(optax.adam(LR))  # one object, so that it is judged once
 
@@ -61,6 +61,7 @@ def _steps(tx, count=None):
     return lifted, sparse, dense
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(SEPARABLE, *QUICK_SEPARABLE))
 def test_equals_the_dense_run_with_other_rows_put_back(name):
     tx, traces = SEPARABLE[name](), []
@@ -162,6 +163,7 @@ def test_dense_gradients_are_updated_densely():
     assert_trees_close(state, updates[1])
 
 
+@pytest.mark.window
 def test_clips_by_the_norm_of_merged_rows():
     tx = lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)))
     grads = {
@@ -192,6 +194,7 @@ def test_bfloat16_duplicates_are_summed_in_float32():
     assert np.asarray(got)[2, 0] == -(1 + 2**-5)
 
 
+@pytest.mark.window
 def test_bfloat16_tables_keep_their_type():
     tx = optax.adamw(LR)
     params = make_params(jnp.bfloat16)
@@ -214,6 +217,7 @@ def test_without_params():
     assert_trees_close(to_dense(tx.update(grads, state)), to_dense(with_params))
 
 
+@pytest.mark.window
 def test_none_and_masked_leaves():
     params = {"table": ones(V, D), "frozen": ones(V, D), "none": None}
     grads = {"table": row_gradient(0, (D,)), "frozen": optax.MaskedNode(), "none": None}

@@ -125,7 +125,6 @@ def test_a_sum_in_a_conditional_of_a_conditional_takes_all_rows_at_once():
         close(many, one)
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("name", IN_PASSES)
 def test_equals_all_rows_at_once(name):
     tx = lazy(IN_PASSES[name]())
@@ -266,7 +265,6 @@ def test_on_several_devices():
 # ------------------------------------------------------------------ the update
 
 
-@pytest.mark.window
 def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
     tx = lazy(optax.adam(0.1))
     params, rows, values = problem()
@@ -297,7 +295,6 @@ def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
 # ------------------------------------------------------------------ merging
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int16])
 @pytest.mark.parametrize("kind", ["random", "equal", "strided", "few", "one"])
 def test_first_slots(kind, dtype):
@@ -370,7 +367,6 @@ def test_no_array_of_the_gradients_size_but_itself(name):
     assert not re.findall(r"= f32\[200003,64\]\S* copy\(", compiled.as_text())
 
 
-@pytest.mark.window
 def test_looking_at_the_update_copies_no_table():
     scaled = lambda updates: jax.tree.map(
         lambda u: u * 0.5, updates, is_leaf=lambda x: isinstance(x, sj.SelectedRows)

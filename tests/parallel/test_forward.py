@@ -16,7 +16,7 @@ import sparsejax as sj
 from helpers import all_eqns, whole
 
 
-pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("eight_devices")
 V, D, LENGTH = 101, 4, 16
 
 
@@ -114,6 +114,7 @@ def test_reads_as_of_an_array():
     np.testing.assert_allclose(found, make_table()[[-1, 3]].sum(), 1e-5)
 
 
+@pytest.mark.window
 def test_without_a_gradient():
     table, ids = make_table(), make_ids()
     sharded = sj.parallel.shard_rows(table, make_mesh(8), "x")
@@ -133,6 +134,7 @@ def test_without_a_gradient():
     np.testing.assert_allclose(whole(grad), dense, rtol=1e-6)
 
 
+@pytest.mark.window
 def test_over_explicit_axes():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     sharded = sj.parallel.shard_rows(make_table(), mesh, "x")
@@ -159,6 +161,7 @@ def test_a_frozen_table_and_a_trainable_one():
     np.testing.assert_allclose(whole(grad), expected, rtol=1e-5)
 
 
+@pytest.mark.window
 def test_whole_table_uses_name_the_line():
     sharded = sj.parallel.shard_rows(make_table(), make_mesh(8), "x")
     ids = make_ids()

@@ -19,7 +19,6 @@ import sparsejax as sj
 # Optax's Adam needs loose promotion.
 pytestmark = [
     pytest.mark.usefixtures("eight_devices", "loose_promotion"),
-    pytest.mark.window,
 ]
 
 V, D, N_IDS = 101, 2, 64
@@ -92,6 +91,7 @@ def _want(name):
     return _run(TXS[name], jnp.asarray(_table()), jnp.ones(D), step)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize(
     "name, shape, slots, kind",
     [
@@ -149,6 +149,7 @@ def test_how_often_rows_are_sent(name, shards, exchanges):
     assert text.count("stablehlo.all_to_all") == exchanges
 
 
+@pytest.mark.window
 def test_bfloat16_parts_are_summed_in_float32():
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     zeros = np.zeros((V, 1), jnp.bfloat16)

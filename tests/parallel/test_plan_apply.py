@@ -20,7 +20,6 @@ from helpers import assert_trees_close, whole
 
 # Optax's Adam and flax need loose promotion.
 pytestmark = pytest.mark.usefixtures("eight_devices", "loose_promotion")
-WINDOW = pytest.mark.window
 USERS, ITEMS, D, BATCH = 301, 223, 8, 16
 
 
@@ -116,9 +115,7 @@ MODELS: Any = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("three layouts", marks=WINDOW), "nnx", "collection"]
-)
+@pytest.mark.parametrize("name", ["three layouts", "nnx", "collection"])
 def test_trained_on_one_device_and_on_eight(name):
     make, options, layouts = MODELS[name]
     params, loss_fn = make(USERS, ITEMS, D, **options)
@@ -144,7 +141,9 @@ def test_trained_on_one_device_and_on_eight(name):
 HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
 
 
-@pytest.mark.parametrize("make", [two_towers, pytest.param(dlrm, marks=WINDOW)])
+@pytest.mark.parametrize(
+    "make", [two_towers, pytest.param(dlrm, marks=pytest.mark.window)]
+)
 def test_sends_little_and_copies_no_table(make):
     """The case of docs/scaling.md, 20,480 reads, at four devices; nothing is run."""
     size = READS // (2 if make is two_towers else 4)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 import sparsejax as sj
 
 
-pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("eight_devices")
 
 V, D = 13, 3
 TABLE = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
@@ -90,6 +90,7 @@ def test_state_of_nested_optimizers_inside_jit():
             assert leaf.sharding.is_equivalent_to(table.values.sharding, leaf.ndim)
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion")
 def test_gradients_and_state_must_be_the_tables():
     mesh = _mesh()
@@ -191,6 +192,7 @@ def test_arithmetic_is_of_tables_that_lie_alike():
 # ------------------------------------------------------------------ made of functions
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("layout", ["mod", "block"])
 def test_function_of_ids(layout):
     asked = []
@@ -238,6 +240,7 @@ def test_rows_without_columns():
     assert updates.to_dense().shape == (V, 0)
 
 
+@pytest.mark.window
 def test_ids_on_other_devices():
     table = sj.parallel.shard_rows(TABLE, _mesh(), "x")
     devices = jax.devices()

@@ -465,7 +465,6 @@ INTS = {
 }
 
 
-@pytest.mark.window
 @pytest.mark.parametrize("name", INTS)
 def test_every_integer_dtype(name, x64):
     """Heights beyond 2**31; zeros are empty slots; no id is lost."""
@@ -507,7 +506,6 @@ def test_words_of_callbacks_are_recognized(x64):
     assert plain.rows.dtype == np.uint32 and plain.rows.tolist() == [[3, 7, 9]]
 
 
-@pytest.mark.window
 def test_wide_ids_where_x64_is_enabled_only_around_them():
     with enable_x64(True):
         ids = jnp.array([1, 2**40])
@@ -676,8 +674,8 @@ def test_exported_with_its_type():
     assert_trees_close(array, G.to_dense())
 
 
-@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.window
+@pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_moves_between_devices(kind):
     kind = getattr(jax.sharding.AxisType, kind)

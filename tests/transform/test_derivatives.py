@@ -23,8 +23,6 @@ from helpers import (
 )
 
 
-pytestmark = pytest.mark.window
-
 V, D, N = 300, 6, 20
 RNG = np.random.default_rng(0)
 I, J = RNG.integers(0, V, (2, N), np.int32)
@@ -98,6 +96,7 @@ def test_equals_dense(name, params):
         assert_trees_close((value, to_dense(grads)), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", ["squares", "dots", "lookup", "quotient", "penalty"])
 def test_under_transformations(name, params):
@@ -140,6 +139,7 @@ def test_derivatives_of_gradients(name, params, x64):
     )
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion")
 def test_a_gradient_inside_of_another_reads_once(params):
     loss = lambda p: jnp.sum(p["t"][I] ** 2)
@@ -182,6 +182,7 @@ LARGE = {
 }
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name, tx", [*zip(LARGE, itertools.cycle(["adam", "sgd"]))])
 def test_memory_of_a_step(tx, name):

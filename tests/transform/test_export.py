@@ -30,9 +30,6 @@ import sparsejax as sj
 from helpers import ROOT, as_numpy, assert_same_bits, run_python, slow_but
 
 
-pytestmark = pytest.mark.window
-
-
 # ------------------------------------------------------------------ types by ways
 
 ADAM = optax.adam(0.1)
@@ -280,6 +277,7 @@ def test_the_table_in_the_docs_has_every_type_and_way():
         assert list(cells) == list(things()) and {*cells.values()} <= {"yes", "no"}
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion", "eight_devices")
 @pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
 @pytest.mark.parametrize("column", slow_but(WAYS, *list(WAYS)[1:]))
@@ -324,6 +322,7 @@ def test_flax_refuses_a_target_of_another_kind():
         serialization.from_bytes(sj.HashIndex.create(6), saved)
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion", "eight_devices")
 def test_a_sharded_table_is_exported_by_its_values():
     """As the refusal says."""
@@ -334,6 +333,7 @@ def test_a_sharded_table_is_exported_by_its_values():
     assert_same_bits(again.call(table.values), TABLE[IDS["a"]])
 
 
+@pytest.mark.window
 def test_what_holds_threads_and_files_is_not_copied():
     store = sj.store.KVStore()
     store.init("t", TABLE, ADAM)
@@ -449,6 +449,7 @@ EXPORTED = {
 }
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", EXPORTED)
 def test_exported_for_any_batch(name):
     """The size of the batch is a symbol, and with it the capacity of the gradient."""
@@ -469,6 +470,7 @@ def test_exported_for_any_batch(name):
     np.testing.assert_allclose(g, jax.grad(loss)(table, ids))
 
 
+@pytest.mark.window
 def test_a_symbolic_batch_may_be_too_large_to_be_sparse():
     loss = lambda t, ids: jnp.sum(t[ids])
     table = jax.ShapeDtypeStruct((40, 2), jnp.float32)

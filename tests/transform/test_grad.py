@@ -112,7 +112,6 @@ def test_tree_of_parameters():
     _assert_same(g, want)
 
 
-@pytest.mark.window
 @pytest.mark.parametrize(
     "argnums",
     [0, 1, -1, (0,), (0, 2), (2, 0), [1, 2], (-1, 0)]
@@ -156,7 +155,6 @@ def test_ids_beyond_32_bits_read_what_jax_reads(read, x64):
     _assert_same(got, jax.jit(jax.value_and_grad(loss))(table, ids))
 
 
-@pytest.mark.window
 def test_has_aux():
     fun = lambda t: (jnp.sum(t[IDS]), (t[IDS], "text", None, 3))
     (value, aux), g = sj.value_and_grad(fun, has_aux=True)(jnp.ones((40, 2)))
@@ -177,14 +175,12 @@ def test_static_arguments_pass_through():
     assert sj.grad(fun)(*args).capacity == 3
 
 
-@pytest.mark.window
 def test_keyword_arguments_and_closures():
     table = jnp.ones((40, 2))
     fun = lambda t, *, ids: jnp.sum(t[ids] * table[ids])
     assert sj.grad(fun)(table, ids=IDS).capacity == 3
 
 
-@pytest.mark.window
 def test_numpy_and_python_inputs():
     fun = lambda t, s: s * jnp.sum(t[np.array([1])])
     g, gs = sj.grad(fun, (0, 1))(np.ones((40, 2), np.float32), 2.0)
@@ -192,7 +188,6 @@ def test_numpy_and_python_inputs():
     assert gs == 2.0
 
 
-@pytest.mark.window
 def test_looks_like_the_function():
     def fun(table, ids):
         """My loss."""
@@ -231,7 +226,6 @@ def test_gradient_of_a_gradient_names_no_row_that_was_not_read(ids):
     np.testing.assert_array_equal(sparse.rows, jnp.where(in_range, ids, 100))
 
 
-@pytest.mark.window
 def test_dense_leaves_are_bit_identical_to_jax():
     table, w = jnp.ones((40, 2)), jnp.linspace(0.0, 1.0, 12).reshape(6, 2)
 
@@ -386,7 +380,6 @@ def _three_tables(params, ids):
     return jnp.sum(logits) + jnp.sum(params["tiny"][ids % 4])
 
 
-@pytest.mark.window
 def test_explain_sparse_tied_and_tiny():
     params = {
         "sparse": jnp.ones((1000, 2)),

@@ -13,7 +13,7 @@ import sparsejax as sj
 from helpers import is_rows, to_dense
 
 
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 V, D = 500, 8
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adagrad": optax.adagrad(0.1)}
 CLIPPED_ADAM = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
@@ -97,6 +97,7 @@ def _assert_close(a, b, tolerance):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", MODELS)
 def test_gradient_equals_jax(name):
     params, apply = MODELS[name]()

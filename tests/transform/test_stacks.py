@@ -11,7 +11,7 @@ from helpers import assert_no_dense, slow_but
 from sparsejax.transform import interpreter
 
 
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 K, V, D = 3, 37, 4
 IDS, FAR = np.array([3, 1, 3]), np.array([3, -1, 500, 36, -40])
@@ -129,6 +129,7 @@ def _close(a, b):
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
 def test_equals_jax_grad(name, x64):
     read, rows = PROGRAMS[name]
@@ -157,6 +158,7 @@ def test_equals_jax_grad(name, x64):
     _close(twice, second(jax.grad(loss)))
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_reads_rows_only(name, x64):
     read, rows = PROGRAMS[name]
@@ -177,6 +179,7 @@ def _as_param(read):
     return lambda stack: jnp.sum(jnp.sin(read(stack)))
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
 def test_a_stack_as_a_parameter_reads_rows_only(name, x64):
     read, rows = PROGRAMS[name]
@@ -234,6 +237,7 @@ KINDS = {
 }
 
 
+@pytest.mark.window
 def test_what_the_rows_are(x64):
     """Reads of whole `[40, 4]` rows keep them, if no part of them is read."""
     table = jax.random.normal(jax.random.key(1), (9, 40, 4), jnp.float64)
@@ -310,6 +314,7 @@ def test_dense_kernels_in_a_stack(x64):
     assert isinstance(g, jax.Array)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_uses(name, x64):
     loss = _loss(DENSE[name])

@@ -21,7 +21,7 @@ from sparsejax import _hlo
 
 
 # Dense optax and JAX's own models promote types.
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N = 1009, 8, 16
 TABLE = 4 * V * D
@@ -66,6 +66,7 @@ def table_is(update):
 # ------------------------------------------------------------------ kinds of steps
 
 
+@pytest.mark.window
 def test_a_step_in_place():
     found = explain(make_step(ADAM), tx=ADAM)
     assert found.advice == ()
@@ -86,6 +87,7 @@ def test_a_step_in_place():
     assert "in place, 2 of state too" in line and "test_step.py" in line
 
 
+@pytest.mark.window
 def test_a_step_without_donation():
     found = explain(make_step(ADAM), tx=ADAM, donate=())
     assert updates(found) == all_are("copied")
@@ -102,6 +104,7 @@ def test_a_step_without_donation():
     assert "\n  state[0].mu['table']" in str(half)
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("tx", [optax.adam(0.1), ADAM], ids=["optax", "lazy"])
 def test_the_gradient_of_jax(tx):
     found = explain(make_step(tx, jax.value_and_grad), tx=tx)
@@ -121,6 +124,7 @@ def test_lazy_is_missing():
         sj.explain(jax.jit(lambda params: 1 / 0))(PARAMS)
 
 
+@pytest.mark.window
 def test_a_gradient_that_is_made_dense():
     tx = optax.sgd(0.1)
 
@@ -137,6 +141,7 @@ def test_a_gradient_that_is_made_dense():
     assert "`add` at" in found.advice[0] and "test_step.py" in found.advice[0]
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("cpu_backend")
 def test_a_write_before_all_else_and_a_read_of_the_new_table():
     dims = jax.lax.ScatterDimensionNumbers((1,), (0,), (0,))
@@ -169,6 +174,7 @@ def test_a_number_of_all_rows_is_logged():
     assert "`reduce_sum` at" in found.advice[0] and "global_norm" in found.advice[0]
 
 
+@pytest.mark.window
 def test_results_in_another_order():
     """JAX pairs buffers and results by shape: the table would go where `mu` was."""
 
@@ -195,6 +201,7 @@ def test_no_table():
     assert "the step has no table" in advice
 
 
+@pytest.mark.window
 def test_a_table_that_is_no_argument():
     step = lambda scale, batch: sj.value_and_grad(loss_fn)(PARAMS, batch)[1]
     found = sj.explain(jax.jit(step))(jnp.ones(()), BATCH)
@@ -242,6 +249,7 @@ def test_only_arrays_with_its_rows_follow_a_table():
 # ------------------------------------------------------------------ stacks, aliases
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("value_and_grad", [sj.value_and_grad, jax.value_and_grad])
 def test_the_tables_of_a_stack(value_and_grad):
     dense = sj.nn.Embedding(70, 4, sparse_grad=False)
@@ -271,6 +279,7 @@ def test_the_tables_of_a_stack(value_and_grad):
     assert "tables" not in str(sj.explain(loss)(alone.init(jax.random.key(0))))
 
 
+@pytest.mark.window
 def test_the_tables_of_a_sharded_stack(eight_devices):
     layer = sj.nn.EmbeddingCollection({"a": (64, 4), "b": (32, 4)})
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
@@ -281,6 +290,7 @@ def test_the_tables_of_a_sharded_stack(eight_devices):
     assert "2 tables: a, b" in str(sj.explain(loss)(params))
 
 
+@pytest.mark.window
 def test_an_array_that_is_donated_twice():
     table, more = jnp.ones((V, D)), jnp.ones((V, D))
     read = lambda params, ids: jnp.sum(params["a"][ids] * params["b"][ids])
@@ -326,6 +336,7 @@ def test_it_traces_anew_and_leaves_the_step_alone():
     assert step.count == 3
 
 
+@pytest.mark.window
 def test_steps_in_a_loop():
     def steps(params, state, batches):
         def body(carry, batch):
@@ -368,6 +379,7 @@ def test_leaves_that_the_loss_calls_alike():
     assert found["t"].gradient.rows_read == 6
 
 
+@pytest.mark.window
 def test_static_arguments_and_shapes():
     @functools.partial(
         jax.jit, static_argnames="k", donate_argnames=("params", "state")
@@ -380,6 +392,7 @@ def test_static_arguments_and_shapes():
     assert updates(found) == table_is("in place") and not found.advice
 
 
+@pytest.mark.window
 def test_a_step_of_nnx():
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -424,6 +437,7 @@ class Model(eqx.Module):
         return jax.vmap(lambda i: self.out(self.table(i)))(ids)
 
 
+@pytest.mark.window
 def test_a_step_of_equinox():
     def step(model, state, ids):
         params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -446,6 +460,7 @@ def test_a_step_of_equinox():
     assert "are not donated" in found.advice[0] and len(found.leaves) == 3
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("eight_devices")
 def test_a_step_over_a_mesh():
     """Each device holds an eighth of the rows."""
@@ -541,6 +556,7 @@ output_to_operand_aliasing={{}: (0, {})}
 """
 
 
+@pytest.mark.window
 def test_programs_of_other_platforms():
     found = {x.name: x for x in _hlo.arguments(_hlo.parse(PROGRAM))}
     assert {name: x.uses for name, x in found.items()} == {

@@ -14,7 +14,7 @@ from programs import DENSE, PROGRAMS, V, arguments
 from sparsejax import _compat
 
 
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.window]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 
 def close(a, b, *, narrow=False):
@@ -137,6 +137,7 @@ def _transformed(name):
     }
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(PROGRAMS, *(PROGRAMS.keys() - COSTLY)))
 def test_equals_jax_grad(name, x64):
     found, want = _compiled(name)
@@ -147,6 +148,7 @@ def test_equals_jax_grad(name, x64):
 OUTSIDE = [x for n, x in enumerate(PROGRAMS) if n % 3 == 0 or x in REPRESENTATIVE]
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(OUTSIDE, *REPRESENTATIVE))
 def test_equals_jax_grad_outside_of_jit(name, x64):
     _assert_sparse_and_equal(_eager(name), _compiled(name)[1])
@@ -163,6 +165,7 @@ def _assert_sparse_and_equal(found, want):
     assert not np.any(np.asarray(g.values)[np.asarray(g.rows) == V])
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(TRANSFORMED, *REPRESENTATIVE))
 def test_under_vmap_and_scan(name, x64):
     vmapped, scanned, want = _transformed(name)["vmap"]
@@ -170,11 +173,13 @@ def test_under_vmap_and_scan(name, x64):
     close(scanned, want, narrow=name == "cast")
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", slow_but(TRANSFORMED, *REPRESENTATIVE))
 def test_second_order(name, x64):
     close(*_transformed(name)["second"], narrow=name == "cast")
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_array_of_the_tables_size(name):
     if name in MAKES_TABLES:
@@ -211,6 +216,7 @@ def test_shapes_are_known_before_data(name):
         assert c.shape == b.shape
 
 
+@pytest.mark.window
 @pytest.mark.parametrize("name", DENSE)
 def test_dense_uses(name, x64):
     fun = DENSE[name]
@@ -339,6 +345,7 @@ def test_types(dtype):
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.window
 def test_every_lookup_mode_is_a_read():
     ids = jnp.array([[3, -1, 39], [40, 3, 5]])
 
@@ -361,6 +368,7 @@ def test_every_lookup_mode_is_a_read():
         assert 5 not in np.asarray(g.rows)
 
 
+@pytest.mark.window
 def test_forward_over_reverse(x64):
     table, w, ids = arguments(dtype=jnp.float64)
     fun = PROGRAMS["scanned_chain"]
@@ -375,6 +383,7 @@ def test_forward_over_reverse(x64):
         close(a, b)
 
 
+@pytest.mark.window
 def test_sparse_gradient_of_a_sparse_gradient(x64):
     table, w, ids = arguments(dtype=jnp.float64)
     fun = PROGRAMS["index"]
@@ -386,6 +395,7 @@ def test_sparse_gradient_of_a_sparse_gradient(x64):
     close(g.to_dense(), want)
 
 
+@pytest.mark.window
 def test_a_branch_may_return_a_table_that_is_not_differentiated():
     table, w, ids = arguments()
 
@@ -401,6 +411,7 @@ def test_a_branch_may_return_a_table_that_is_not_differentiated():
     np.testing.assert_array_equal(whole, expected)
 
 
+@pytest.mark.window
 @pytest.mark.usefixtures("eight_devices")
 def test_shardings_of_a_nested_jit_are_kept():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -415,6 +426,7 @@ def test_shardings_of_a_nested_jit_are_kept():
         assert any(e.params["sharding"] == sharding for e in kept), kwargs
 
 
+@pytest.mark.window
 def test_effects_and_randomness_are_kept(capfd):
     def fun(t, key):
         jax.debug.print("seen {x}", x=t[3, 0])
@@ -463,6 +475,7 @@ def test_collecting_binds_only_what_a_table_reaches(monkeypatch):
     np.testing.assert_allclose(g.to_dense(), jax.grad(fun)(*args), rtol=1e-5)
 
 
+@pytest.mark.window
 def test_pulled_rows_as_a_table():
     pulled = sj.SelectedRows(jnp.array([7, 2, 40]), jnp.ones((3, 2)), 40)
 
