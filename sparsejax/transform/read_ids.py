@@ -32,9 +32,9 @@ class IdsProgram:
     consts: list[Any]
 
     def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """The ids of each read, from those inputs that they depend on.
+        """The ids of each read, from those deltas and then inputs that they depend on.
 
-        The ids must not depend on deltas.
+        A store has no deltas here: its ids depend on none.
         """
         return _compat.eval_jaxpr(self.jaxpr, self.consts, *inputs)
 
