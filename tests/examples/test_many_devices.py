@@ -34,7 +34,7 @@ def _auc(out):
 
 
 def test_it_learns_and_goes_on_with_half_of_the_devices(run, tmp_path):
-    whole = run("--devices", 8, "--steps", 100)
+    whole = run("--devices", 4, "--steps", 100)
     assert re.search(r"\['user'\] +float32\[3000,16\] .* row-sharded", whole)
     assert re.search(r"step 100: loss 0\.\d+, [\d,]+ clicks/s", whole)
     found, best = _auc(whole)

@@ -110,12 +110,11 @@ def is_sharded(x):
 LAYOUTS = ("row-sharded", "column-sharded", "replicated-sparse")
 MODELS: Any = {
     "three layouts": (dlrm, {"stacked": False}, LAYOUTS),
-    "nnx": (two_towers, {}, LAYOUTS[:1]),
     "collection": (dlrm, {}, LAYOUTS[:1]),
 }
 
 
-@pytest.mark.parametrize("name", ["three layouts", "nnx", "collection"])
+@pytest.mark.parametrize("name", ["three layouts", "collection"])
 def test_trained_on_one_device_and_on_eight(name):
     make, options, layouts = MODELS[name]
     params, loss_fn = make(USERS, ITEMS, D, **options)

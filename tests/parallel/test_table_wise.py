@@ -105,7 +105,6 @@ def train_on_one_device(optimizer):
 
 MESHES = {  # shape of the mesh, its axes, the axes of the table, number of groups
     "8 devices": ((8,), ("x",), "x", 8),
-    "1 device": ((1,), ("x",), "x", 1),
     "2 hosts of 4": ((2, 4), ("host", "x"), ("host", "x"), 2),
     "2 replicas of 4": ((2, 4), ("data", "x"), "x", 4),
     "one group": ((4,), ("x",), "x", 1),
@@ -126,7 +125,6 @@ def on_mesh(name, kind=AxisType.Auto):
 
 
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.5),
     "adam": lambda: optax.adam(0.05),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.01), optax.adagrad(0.1)),
 }
@@ -135,11 +133,9 @@ OPTIMIZERS = {
 @pytest.mark.parametrize(
     "mesh, optimizer",
     [
-        ("8 devices", "clipped"),
-        ("1 device", "adam"),
         ("2 hosts of 4", "adam"),
         ("2 replicas of 4", "clipped"),
-        ("one group", "sgd"),
+        ("one group", "adam"),
     ],
 )
 def test_trains_as_on_one_device(mesh, optimizer):
@@ -234,7 +230,7 @@ def test_means_of_16_bits_do_not_overflow():
     assert found.dtype == jnp.float16 and (found == 60_000).all()
 
 
-@pytest.mark.parametrize("how", ["vmap", "vmap of one", "cond"])
+@pytest.mark.parametrize("how", ["vmap", "cond"])
 def test_inside_of_transformations(how):
     """Slots that are not on the devices that read them are sent."""
     layer, tx = collection(), sj.optim.lazy(optax.sgd(0.5))
@@ -247,8 +243,7 @@ def test_inside_of_transformations(how):
             once = jax.checkpoint(run)
             twice = lambda batch: run(batch) + 2 * run(jax.tree.map(jnp.flip, batch))
             return jax.lax.cond(batch["y"][0] > 100, once, twice, batch)
-        count = 2 if how == "vmap" else 1
-        parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+        parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
         return jnp.mean(jax.vmap(run)(parts))
 
     def one_step(place, split):

@@ -52,9 +52,8 @@ def rows_of(seed, *shape):
 @pytest.mark.parametrize(
     ("mesh", "capacity"),
     [
-        ("8 devices", None),  # one round
-        ("2 replicas of 4", 2),  # many
-        ("8 replicas", None),
+        ("2 replicas of 4", 2),  # many rounds
+        ("8 replicas", None),  # one
         ("Explicit", 2),
     ],
 )

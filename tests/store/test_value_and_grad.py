@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close, count_traces, slow_but
+from helpers import assert_same_bits, assert_trees_close, count_traces
 from test_store import TRANSFORMATIONS
 
 
@@ -63,10 +63,6 @@ def make_batch(seed=0):
 
 # ------------------------------------------------------------------ ways of reading
 
-EMBEDDING = sj.nn.Embedding(V, D)
-BAG = sj.nn.EmbeddingBag(V, D)
-DENSE = sj.nn.Dense(D, V)
-
 
 def csr(batch):
     values = {"index": batch["item"], "value": batch["weight"]}
@@ -95,14 +91,11 @@ READS = {
     "index_negative": lambda t, b: t[b["item"] - V],
     "scalar": lambda t, b: t[b["item"][0]],
     "constant": lambda t, b: t[5] + t[7:9].sum(0),
-    "take": lambda t, b: jnp.take(t, b["item"], axis=0),
     "take_clip": lambda t, b: jnp.take(t, b["item"] + 150, axis=0, mode="clip"),
     "at_zero": lambda t, b: t.at[b["item"] + 150].get(mode="fill", fill_value=0),
     "lookup": lambda t, b: sj.lookup(t, b["item"], padding_id=3, max_norm=1.0),
     "lookup_zero": lambda t, b: sj.lookup(t, b["item"] + 150, mode="zero"),
-    "lookup_clip": lambda t, b: sj.lookup(t, b["item"] + 150, mode="clip"),
     "bag": lambda t, b: sj.embedding_bag(t, b["item"].reshape(3, 4)),
-    "bag_mean": lambda t, b: sj.embedding_bag(t, bags(b), combiner="mean"),
     "bag_max": lambda t, b: sj.embedding_bag(t, bags(b), combiner="max"),
     "bag_weights": lambda t, b: sj.embedding_bag(
         t, b["item"].reshape(3, 4), weights=b["weight"].reshape(3, 4)
@@ -114,9 +107,6 @@ READS = {
     "scaled": lambda t, b: (2 * t + 1)[b["item"]],
     "transposed": lambda t, b: t.T[:, b["item"]],
     "dynamic_slice": lambda t, b: lax.dynamic_slice_in_dim(t, b["item"][0], 2),
-    "nn_embedding": lambda t, b: EMBEDDING({"embedding": t}, b["item"]),
-    "nn_bag": lambda t, b: BAG({"embedding": t}, b["item"].reshape(3, 4)),
-    "nn_dense": lambda t, b: DENSE({"kernel": t, "bias": jnp.zeros(D)}, csr(b)),
     "jit": lambda t, b: jax.jit(lambda t, i: t[i])(t, b["item"]),
     "vmap": lambda t, b: jax.vmap(lambda i: t[i] * 2)(b["item"]),
     "checkpoint": lambda t, b: jax.checkpoint(lambda t, i: jnp.sin(t[i]))(t, b["item"]),
@@ -125,7 +115,6 @@ READS = {
         b["item"].reshape(3, 4)
     ),
     "carried": lambda t, b: carried(t, b["item"]),
-    "map": lambda t, b: lax.map(lambda i: t[i], b["item"]),
     "cond": lambda t, b: lax.cond(
         b["flag"], lambda: t[b["item"][:5]].sum(0), lambda: 3 * t[b["user"][0]]
     ),
@@ -136,7 +125,6 @@ READS = {
     )[0],
     "computed_ids": lambda t, b: t[(b["item"] * 7 + b["user"]) % V],
     "random_ids": lambda t, b: t[jax.random.randint(jax.random.key(4), (6,), 0, V)],
-    "several": lambda t, b: t[b["item"]] + t[b["user"]] * t[0],
     "stopped": lambda t, b: t[b["item"]] * lax.stop_gradient(t)[b["user"]],
     "stopped_rows": lambda t, b: t[b["item"]] * lax.stop_gradient(t[b["user"]]),
     "not_read": lambda t, b: jnp.ones(D),
@@ -167,11 +155,11 @@ def to_dense(grads):
 def test_each_way_of_reading(names):
     loss, store = loss_of(names), make_store()
     params = arrays()
-    run = store.value_and_grad(loss)
+    run, dense = store.value_and_grad(loss), jax.jit(jax.value_and_grad(loss))
     for seed in (0, 1):
         batch = make_batch(seed)
         value, grads = run(with_tables(store, params), batch)
-        want, expected = jax.jit(jax.value_and_grad(loss))(params, batch)
+        want, expected = dense(params, batch)
         assert_trees_close(value, want, rtol=1e-5)
         assert_trees_close(to_dense(grads), expected, rtol=1e-4, atol=1e-6)
         # The same rows as a pull has, so that push need not merge.
@@ -212,7 +200,7 @@ def train_in_memory(tx, dense_tx, loss, steps=4):
     return losses, params
 
 
-@pytest.mark.parametrize("name", slow_but(TRANSFORMATIONS, "adam", "ftrl"))
+@pytest.mark.parametrize("name", ["adam", "ftrl", "rowwise_adagrad"])
 def test_training_equals_training_in_memory(name):
     tx, dense_tx = TRANSFORMATIONS[name], optax.adam(0.01)
     want, expected = train_in_memory(tx, dense_tx, simple)
