@@ -163,6 +163,34 @@ def is_training(case: Any) -> bool:
     return "weights" in case.get("outputs", {})
 
 
+def assert_trains(
+    tx: Any, given: dict[str, Any], weights: Any, rtol: float, atol: float
+) -> None:
+    """Trains on the recorded ids and targets, and compares the weights of each step."""
+    is_exact = hasattr(tx, "catch_up")
+
+    def step(carry, batch):
+        w, state = carry
+        ids, target = batch
+        if is_exact:
+            w, state = tx.catch_up(w, state, ids)
+        loss = lambda w: jnp.sum(sj.lookup(w, ids) * target)
+        updates, state = tx.update(sj.grad(loss, tables=True)(w), state, w)
+        w = optax.apply_updates(w, updates)
+        return (w, state), w
+
+    @jax.jit
+    def train(w, *batches):
+        (w, state), steps = jax.lax.scan(step, (w, tx.init(w)), batches)
+        return steps, tx.flush(w, state)[0] if is_exact else w
+
+    steps, last = train(*(jnp.asarray(given[k]) for k in ("weight", "ids", "targets")))
+    for got, ids, want in zip(steps, given["ids"], weights, strict=True):
+        read = ids if is_exact else slice(None)  # the others wait for their flush
+        np.testing.assert_allclose(got[read], want[read], rtol, atol)
+    np.testing.assert_allclose(last, weights[-1], rtol, atol)
+
+
 # ------------------------------------------------------------------ checks by hand
 
 

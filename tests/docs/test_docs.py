@@ -83,8 +83,9 @@ def test_the_code_of_the_readme_runs(tmp_path, monkeypatch):
         b for b in pages.blocks(pages.ROOT / "README.md") if b.language == "diff"
     ]
     before: Any = {}
-    exec(pages.side(diff, "-"), before)
-    np.testing.assert_allclose(before["params"]["items"], found["params"]["items"])
+    exec(pages.side(diff, "-").replace("1_000_000", "1_000"), before)  # a dense step
+    items = found["params"]["items"][:1_000]
+    np.testing.assert_allclose(before["params"]["items"], items)
 
 
 def test_the_readme_is_one_screen():

@@ -23,6 +23,7 @@ from recorded import (
     Recorded,
     a_grad,
     assert_answers,
+    assert_trains,
     dense,
     is_training,
     one_step,
@@ -118,25 +119,7 @@ def test_recorded_training(name):
     case = TRAINING[name]
     tx = run(case["name"], **case["args"])
     given, weights = get(case, "inputs"), get(case, "outputs")["weights"]
-    is_exact = hasattr(tx, "catch_up")
-
-    @jax.jit
-    def step(w, state, ids, target):
-        if is_exact:
-            w, state = tx.catch_up(w, state, ids)
-        loss = lambda w: jnp.sum(sj.lookup(w, ids) * target)
-        updates, state = tx.update(sj.grad(loss, tables=True)(w), state, w)
-        return optax.apply_updates(w, updates), state
-
-    w = jnp.asarray(given["weight"])
-    state = tx.init(w)
-    for ids, target, want in zip(given["ids"], given["targets"], weights, strict=True):
-        w, state = step(w, state, ids, target)
-        read = ids if is_exact else slice(None)  # the others wait for their flush
-        np.testing.assert_allclose(w[read], want[read], rtol=2e-5, atol=2e-6)
-    if is_exact:
-        w, _ = jax.jit(tx.flush)(w, state)
-        np.testing.assert_allclose(w, weights[-1], rtol=2e-5, atol=2e-6)
+    assert_trains(tx, given, weights, rtol=2e-5, atol=2e-6)
 
 
 # ------------------------------------------------------------------ by hand

@@ -36,7 +36,7 @@ EDGES = 4 << 20  # the ends of an array lie in smaller pages
 
 # ------------------------------------------------------------------ keep_freed_pages
 
-# Prints what the call returned, and how many pages ten runs of a program take whose
+# Prints what the call returned, and how many pages some runs of a program take whose
 # output of 64 MiB is freed after each run.
 PROGRAM = """
 import resource, warnings
@@ -45,7 +45,7 @@ import jax, jax.numpy as jnp
 
 def faults(run):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(10):
+    for _ in range({runs}):
         run()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
@@ -58,7 +58,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     kept = {call}
 add, x = jax.jit(lambda x: x + 1), jnp.zeros(1 << 24)
-for _ in range(40):  # until as much is free as ever is in use at once
+for _ in range(4 * {runs}):  # until as much is free as ever is in use at once
     run()
 print(kept, faults(run), [str(w.message) for w in caught])
 """
@@ -66,8 +66,8 @@ has_glibc = bool(platform.libc_ver()[0])
 needs_glibc = pytest.mark.skipif(not has_glibc, reason="needs glibc")
 
 
-def _run(first=False, call="sj.cpu.keep_freed_pages()", **variables):
-    program = PROGRAM.format(first=first, call=call)
+def _run(first=False, call="sj.cpu.keep_freed_pages()", runs=0, **variables):
+    program = PROGRAM.format(first=first, call=call, runs=runs)
     names = ("GLIBC_TUNABLES", "LD_PRELOAD")
     env = {k: v for k, v in os.environ.items() if k not in names}
     env |= {"JAX_PLATFORMS": "cpu", **variables}
@@ -77,8 +77,8 @@ def _run(first=False, call="sj.cpu.keep_freed_pages()", **variables):
 
 @needs_glibc
 def test_freed_pages_are_kept():
-    _, usual, _ = _run(call="None")
-    kept, faults, caught = _run()
+    _, usual, _ = _run(call="None", runs=10)
+    kept, faults, caught = _run(runs=10)
     assert (kept, caught) == ("True", [])
     # As installed, ten runs take 160,000 pages of 4 KiB. A busy machine may free one
     # buffer so late that the next run needs another, of 16,384 pages.

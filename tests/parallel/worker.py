@@ -189,6 +189,7 @@ def crash(directory, kills):
             if unfinished - seen and len(seen) > 2:
                 break
             seen |= unfinished
+            time.sleep(0.001)
         time.sleep(draw.uniform(0, 0.02))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
