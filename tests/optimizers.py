@@ -91,16 +91,15 @@ SEPARABLE = {
     "clip_by_global_norm": lambda: optax.chain(
         optax.clip_by_global_norm(0.5), optax.adam(LR)
     ),
-    "centralize": lambda: optax.chain(optax.centralize(), optax.adam(LR)),
-    "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adam(LR)),
-    "schedule": lambda: optax.adam(SCHEDULE),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(SCHEDULE),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.adam(LR), 3),
     "masked_decay": lambda: optax.adamw(
         LR, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
     ),
     "named_chain": lambda: optax.named_chain(
-        ("clip", optax.clip(1.0)), ("adam", optax.adam(LR))
+        ("zero_nans", optax.zero_nans()),
+        ("centralize", optax.centralize()),
+        ("adam", optax.adam(SCHEDULE)),
     ),
     "ema": lambda: optax.chain(optax.ema(0.9), optax.scale(-LR)),
     "user_written": user_written,

@@ -66,11 +66,11 @@ def _steps(tx, count=None):
 def test_equals_the_dense_run_with_other_rows_put_back(name):
     tx, traces = SEPARABLE[name](), []
     lifted, sparse, dense = _steps(tx, traces)
-    cube = name in ("adam", "adagrad", "centralize", "user_written")
+    cube = name in ("adam", "adagrad", "named_chain", "user_written")
     params = make_params(cube=cube)
     state = lifted.init(params)
     assert_trees_close(state, tx.init(params), rtol=0, atol=0)
-    for step in range(6):
+    for step in range(3):
         grads = make_grads(step, cube=cube)
         found = sparse(params, state, grads)
         assert_lazy_step(tx, dense, (params, state), grads, found)
@@ -80,9 +80,8 @@ def test_equals_the_dense_run_with_other_rows_put_back(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CLIPPED_LAST)
-def test_a_clip_after_momentum_sees_the_rows_read(name):
-    tx = lazy(CLIPPED_LAST[name]())
+def test_a_clip_after_momentum_sees_the_rows_read():
+    tx = lazy(CLIPPED_LAST["injected_adamw_clip"]())
     params = make_params()
     state = tx.init(params)
     update = jax.jit(tx.update)
@@ -99,7 +98,6 @@ def test_empty_slots_take_no_part():
     one = sj.SelectedRows(jnp.array([3]), ones(1, D), V)
     for inner in (
         optax.chain(optax.adagrad(LR), optax.clip_by_global_norm(0.01)),
-        optax.rmsprop(LR, eps=0.0),
         optax.adam(LR, eps=0.0),
     ):
         # With eps = 0 an empty slot is 0 / 0 inside: nothing of it may come out.
@@ -259,7 +257,7 @@ def test_extra_arguments_are_passed_on():
     tx.update(grads, tx.init(params), params, value=1.0)
 
 
-@pytest.mark.parametrize("name", ["adam", "adagrad", "clip_by_global_norm"])
+@pytest.mark.parametrize("name", ["adagrad", "clip_by_global_norm"])
 def test_own_code_promotes_nothing(name):
     """Only optax runs with implicit promotion here."""
     tx = SEPARABLE[name]()
@@ -278,14 +276,14 @@ def test_own_code_promotes_nothing(name):
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         for dtype in (jnp.float32, jnp.bfloat16):
             params = make_params(dtype)
-            state = tx.init(params)
 
             @jax.jit
             def step(grads, state, params):
                 updates, state = tx.update(grads, state, params)
                 return optax.apply_updates(params, updates), state
 
-            step(make_grads(0, dtype), state, params)
+            # All of it is Python: nothing more could raise in XLA.
+            step.lower(make_grads(0, dtype), tx.init(params), params)
 
 
 def test_int64_ids(x64):
@@ -300,11 +298,13 @@ def test_int64_ids(x64):
 
 
 def test_unsigned_row_ids():
-    tx, table = lazy(optax.adam(0.1)), jnp.ones((9, 2))
-    updated = []
-    for rows in (np.array([4, 2**32 - 1, 0], np.uint32), np.array([4, -1, 0])):
-        grad = sj.SelectedRows(rows, jnp.ones((3, 2)), 9)
-        updates, _ = jax.jit(tx.update)(grad, tx.init(table), table)
-        updated.append(optax.apply_updates(table, updates))
-    np.testing.assert_array_equal(*updated)
-    assert (updated[0] != 1).any(axis=1).tolist() == [k in (0, 4) for k in range(9)]
+    @jax.jit
+    def step(rows, table):
+        grad = sj.SelectedRows(rows, ones(3, 2), 9)
+        updates, _ = ADAM.update(grad, ADAM.init(table), table)
+        return optax.apply_updates(table, updates)
+
+    unsigned, signed = np.array([4, 2**32 - 1, 0], np.uint32), np.array([4, -1, 0])
+    updated = np.asarray(step(unsigned, ones(9, 2)))
+    np.testing.assert_array_equal(updated, step(signed, ones(9, 2)))
+    assert (updated != 1).any(axis=1).tolist() == [k in (0, 4) for k in range(9)]

@@ -115,6 +115,9 @@ class _OneDevice:
     @functools.cached_property
     def _merged(self) -> tuple[jax.Array, ...]:
         rows = self._grad.safe_rows()
+        if jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
+            # Of these 0 is the least, which the lowering for CPUs takes for no row.
+            rows = rows.astype(_arguments.index_dtype(self._grad.height))
         return block_pass.merge_rows(rows, self._grad.values, self._grad.height)
 
     def reduce(self, tables, fresh, operands, program, kinds):
@@ -128,6 +131,7 @@ class _OneDevice:
         )
         slots = min(self._grad.capacity, self._grad.height)
         ids, values = _ascending(self._merged[0], rows, slots=slots)
+        ids = ids.astype(self._grad.rows.dtype)
         return new, SelectedRows(ids, values, self._grad.height)
 
     def scale(self, function):
