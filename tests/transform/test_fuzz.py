@@ -124,7 +124,7 @@ def test_chains_that_failed(name):
 
 @pytest.mark.slow
 def test_random_programs():
-    _search("programs", 0, 20)
+    _search("programs", 0, 8)
 
 
 @pytest.mark.slow
@@ -144,17 +144,17 @@ def test_an_element_out_of_range_in_a_table_of_one_column():
 
 @pytest.mark.slow
 def test_random_models():
-    _search("models", 0, 20)
+    _search("models", 0, 8)
 
 
 @pytest.mark.slow
 def test_random_products():
-    _search("products", 0, 15)
+    _search("products", 0, 6)
 
 
 @pytest.mark.slow
 def test_random_chains():
-    _search("chains", 0, 6)
+    _search("chains", 0, 3)
 
 
 def _search(kind, seed, examples):

@@ -39,7 +39,6 @@ REPRESENTATIVE = [
     "scanned_carry",
     "branch_in_scan",
     "checkpointed",
-    "gradient_of_a_checkpointed_scan",
     "bag_ragged",
 ]
 
@@ -59,12 +58,13 @@ COSTLY = {
     "vmapped_scale_and_index",
     "vmapped_take_of_scaled",
     "broadcast_to_more",
+    "gradient_of_a_checkpointed_scan",
 }
 
 
 _CHEAP = [name for name in PROGRAMS if name not in COSTLY]
 # `python -m tests.tools.fuzz programs` transforms programs at random.
-TRANSFORMED = [x for n, x in enumerate(_CHEAP) if n % 2 == 0 or x in REPRESENTATIVE]
+TRANSFORMED = [x for n, x in enumerate(_CHEAP) if n % 6 == 0 or x in REPRESENTATIVE]
 
 
 # The gradient of one row here depends on a row out of range. JAX's gather drops the
@@ -144,8 +144,8 @@ def test_equals_jax_grad(name, x64):
     _assert_sparse_and_equal(found, want)
 
 
-# The walk is the same there; every third program also shows how its reads compute.
-OUTSIDE = [x for n, x in enumerate(PROGRAMS) if n % 3 == 0 or x in REPRESENTATIVE]
+# The walk is the same there; some programs also show how their reads compute.
+OUTSIDE = [x for n, x in enumerate(PROGRAMS) if n % 8 == 0 or x in REPRESENTATIVE]
 
 
 @pytest.mark.window
@@ -199,7 +199,7 @@ MAKES_TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(PROGRAMS, *REPRESENTATIVE))
+@pytest.mark.parametrize("name", slow_but(OUTSIDE, *REPRESENTATIVE))
 def test_shapes_are_known_before_data(name):
     with _compat.enable_x64(True):
         (_, (got, _)), _ = _compiled(name)
