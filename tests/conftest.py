@@ -87,6 +87,11 @@ def _forget_old_programs():
             file.unlink(missing_ok=True)
 
 
+def _keep_tracebacks_whole():
+    """To take its own frames out, JAX needs 4 ms for each error that a test expects."""
+    os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
+
+
 def _write_whole_programs():
     """Two processes compile the same: one must not read half of the other's file."""
     from jax._src import lru_cache  # noqa: TID251  (nothing public writes them)
@@ -118,6 +123,7 @@ _set_environment()
 _more_threads_than_devices()
 if not _AS_USERS:
     _keep_compiled_programs()
+    _keep_tracebacks_whole()
     _write_whole_programs()
     _share_contexts()
 

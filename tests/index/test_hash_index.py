@@ -42,7 +42,7 @@ EXTREMES = [
 # ------------------------------------------------------------------ a dict
 
 
-@pytest.mark.parametrize("seed", slow_but([0, 3, 5], 0))
+@pytest.mark.parametrize("seed", slow_but([0, 3], 0))
 def test_equals_a_dict(seed):
     """Streams that drift, on an index with a quarter of the rows they would need."""
     compare(seed, num_steps=60, size=64, capacity=50)
@@ -148,7 +148,7 @@ def test_frequent_keys_stay_under_lfu_and_recent_ones_under_lru():
     for policy, kept in (("lru", 9), ("lfu", 7)):
         index = sj.HashIndex.create(2, policy=policy)
         for step, key in enumerate([7, 7, 7, 9, 4]):
-            index, _, _ = insert(index, jnp.array([key]), step)
+            index, _, _ = index.insert(jnp.array([key]), step)
         assert sorted(index.items()[0].tolist()) == sorted([4, kept])
 
 
@@ -202,7 +202,7 @@ NOW = 1_764_000_000_000  # a time in ms
 
 
 @pytest.mark.parametrize(
-    "first", [0, -1, 2**31 - 1, 2**32 - 1, NOW, 2**40 - 1, 2**63 - 3, -(2**63)]
+    "first", [0, -1, 2**31 - 1, 2**32 - 1, NOW, 2**63 - 3, -(2**63)]
 )
 def test_steps_of_any_size(first):
     """The least recently used key goes, however the steps are given."""
@@ -236,7 +236,8 @@ def test_no_keys_at_all():
 def test_max_evictions_and_window():
     """A call evicts at most that many, only from the window, and moves the window."""
     index = sj.HashIndex.create(12, max_evictions=2, window=4)
-    index, _, _ = insert(index, jnp.arange(12), 0)
+    for keys in jnp.arange(12).reshape(4, 3):
+        index, _, _ = insert(index, keys, 0)
     windows = []
     for step in range(1, 5):
         index, rows, evicted = insert(index, jnp.arange(3) + 100 * step, step)
@@ -331,27 +332,26 @@ def test_in_place():
 
 @pytest.mark.slow
 def test_in_a_scan_and_under_vmap():
-    batches = jnp.asarray(np.random.default_rng(0).integers(0, 40, (6, 8)))
+    keys = np.random.default_rng(0).integers(0, 40, (2, 6, 8))
+    batches = words(keys, 64)
 
     def body(index, given):
         index, rows, evicted = index.insert(*given)
         return index, (rows, evicted)
 
-    run = lambda batches: lax.scan(
-        body, sj.HashIndex.create(12), (batches, jnp.arange(6))
-    )
-    index, (rows, _) = jax.jit(run)(batches)
-    looped = sj.HashIndex.create(12)
-    for step, keys in enumerate(batches):
-        looped, want, _ = insert(looped, keys, step)
-        np.testing.assert_array_equal(rows[step], want)
-    jax.tree.map(assert_same_bits, index, looped)
+    def run(batches):
+        index = sj.HashIndex.create(ROWS, key_bits=64)
+        return lax.scan(body, index, (batches, jnp.arange(6)))
 
-    both = jnp.stack([batches, batches[::-1]])
-    indexes, (rows_of_both, _) = jax.jit(jax.vmap(run))(both)
-    assert "2 x 12 rows" in repr(indexes)
-    np.testing.assert_array_equal(rows_of_both[0], rows)
-    jax.tree.map(lambda x, y: assert_same_bits(x[0], y), indexes, index)
+    indexes, (rows, evicted) = jax.jit(jax.vmap(run))(batches)
+    assert "2 x 20 rows" in repr(indexes) and indexes.num_evicted.all()
+    for k in range(2):
+        looped = sj.HashIndex.create(ROWS, key_bits=64)
+        for step in range(6):
+            looped, want, gone = insert(looped, batches[k, step], step)
+            np.testing.assert_array_equal(rows[k, step], want)
+            np.testing.assert_array_equal(evicted[k, step], gone)
+        jax.tree.map(lambda x, y, k=k: assert_same_bits(x[k], y), indexes, looped)
 
 
 @pytest.mark.usefixtures("eight_devices")
@@ -429,8 +429,8 @@ def test_leaves_are_saved_and_restored(tmp_path):
     for other in (restored, pickle.loads(pickle.dumps(index))):
         jax.tree.map(assert_same_bits, other, index)
         assert other.policy == "lfu" and repr(other) == repr(index)
-        other, rows, _ = other.insert(words(range(9), 64), 3)
-        assert rows.tolist() == [0, 1, 2, 3, 4, 5, 8, 8, 8]
+        other, rows, _ = insert(other, words(range(3, 9), 64), 3)
+        assert rows.tolist() == [3, 4, 5, 8, 8, 8]
 
 
 @pytest.mark.slow
