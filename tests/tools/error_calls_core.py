@@ -782,7 +782,7 @@ sj.optim.lazy(1e-3)
 
 sj.optim.lazy(optax.adam)
 
-sj.optim.lazy(sj.optim.exact(optax.adam(1e-3))).init(params)
+sj.optim.lazy(sj.optim.exact(optax.sgd(0.1))).init(params)
 
 sj.optim.lazy(optax.lamb(1e-3)).init(params)
 

@@ -503,7 +503,7 @@ array = np.ones((5, 2), np.float32)
         "new.init('t', (), tx)",
         "new.init('t', (2**40, 2), tx)",
         "new.init('t', (5, 2), 'adam')",
-        "new.init('t', (5, 2), sj.optim.exact(optax.adam(0.1)))",
+        "new.init('t', (5, 2), sj.optim.exact(optax.sgd(0.1)))",
         "new.init('t', (5, 2), tx, dtype='flot')",
         "new.init('t', (5, 2), tx, dtype=jnp.int32)",
         "new.init('t', (5, 2), tx, dtype=np.float64)",
