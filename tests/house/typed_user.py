@@ -1,6 +1,6 @@
 """A user's program, under pyright's strict mode.
 
-`tests/house/test_typing.py` has pyright check this file, and runs it. Two checks of
+`make types` checks this file, and `tests/house/test_typing.py` runs it. Two checks of
 strict mode are off: optax has no types of its own, and pyright does not know all of
 `jax.jit`, `jnp.ones` and such; another test says that it knows every name of sparsejax.
 `jax.jit` forgets the types of a function, hence `jit` below.
