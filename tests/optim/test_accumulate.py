@@ -44,11 +44,12 @@ def _mean(grads):
 
 
 @pytest.mark.parametrize(
-    "capacity", [20, 10 * V, {"table": 20, "bias": None}, {"table": V, "bias": D}]
+    "capacity", [20, {"table": 20, "bias": None}, {"table": V, "bias": D}]
 )
 def test_equals_one_large_batch(capacity):
     tx, k = accumulate(ADAM, 3, capacity), 3
     step = jax.jit(chex.assert_max_traces(tx.update, 1))
+    one_step = jax.jit(ADAM.update)
     params = expected = make_params()
     state, inner = tx.init(params), ADAM.init(params)
     for first in range(0, 9, k):
@@ -60,7 +61,7 @@ def test_equals_one_large_batch(capacity):
             if i < k - 1:  # nothing has moved, not by a bit
                 assert updates["table"].num_rows() == 0
                 jax.tree.map(assert_same_bits, (params, state.inner_opt_state), old)
-        updates, inner = ADAM.update(_mean(grads), inner, expected)
+        updates, inner = one_step(_mean(grads), inner, expected)
         expected = optax.apply_updates(expected, updates)
         assert_trees_close(params, expected)
         assert_trees_close(state.inner_opt_state, inner)

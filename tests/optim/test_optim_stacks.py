@@ -70,8 +70,6 @@ OPTIMIZERS = {
     "adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(0.1)),
     "sgd": optax.sgd(0.1),
     "adagrad": optax.adagrad(0.1),
-    "momentum": optax.sgd(optax.linear_schedule(0.1, 0.01, 5), momentum=0.9),
-    "ftrl": sj.optim.ftrl(0.1),
     "masked": optax.partition(
         {"a": optax.rmsprop(0.1), "b": optax.lamb(0.1)}, {"stack": "a", "w": "b"}
     ),

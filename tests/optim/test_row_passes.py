@@ -62,20 +62,16 @@ IN_PASSES = {
     "a conditional on a sum": lambda: optax.chain(halved_if_large(), optax.adam(0.1)),
     "adam": lambda: optax.adam(0.1),
     "adamw": lambda: optax.adamw(0.1),
-    "adagrad": lambda: optax.adagrad(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
     "clip before": clipped,
     "clip after": lambda: optax.chain(optax.adam(0.1), optax.clip_by_global_norm(0.1)),
     "clip between": lambda: optax.chain(
         optax.clip_by_global_norm(0.1), optax.adam(0.1), optax.clip_by_global_norm(0.01)
     ),
     "a conditional": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
-    "injected": lambda: optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
     "parts": lambda: optax.partition(
         {"row": optax.adam(0.1), "all": optax.sgd(0.1)}, {"table": "row", "b": "all"}
     ),
     "rowwise_adagrad": lambda: sj.optim.rowwise_adagrad(0.1),
-    "ftrl": lambda: sj.optim.ftrl(0.1),
     "novograd": lambda: optax.novograd(0.1),
     "weights of 0": lambda: optax.chain(optax.zero_nans(), optax.lion(0.1)),
 }
@@ -132,7 +128,7 @@ def test_equals_all_rows_at_once(name):
     jitted = jax.jit(partial(step, tx))
     one, many = (params, tx.init(params)), (params, tx.init(params))
     assert "update_rows" in primitives(tx, *one, rows, values)
-    for k in range(3):
+    for k in range(2):
         *one, update = step(tx, *one, jnp.roll(rows, k), values)
         *many, blocks = jitted(*many, jnp.roll(rows, k), values)
         close(many, one)
@@ -245,8 +241,14 @@ def test_an_update_is_differentiable():
         new, _, _ = step(tx, {**params, "table": table}, state, rows, values)
         return jnp.sum(new["table"] ** 2)
 
+    def of_all_rows(values, table):
+        grads = {"b": jnp.ones(D), "table": sj.SelectedRows(rows, values, V)}
+        now = {**params, "table": table}
+        updates, _ = lazy(optax.adam(0.1), check=False).update(grads, state, now)
+        return jnp.sum(optax.apply_updates(now, updates)["table"] ** 2)
+
     args = values, params["table"]
-    got, want = jax.jit(jax.grad(loss, (0, 1)))(*args), jax.grad(loss, (0, 1))(*args)
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(*args) for f in (loss, of_all_rows))
     close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by numbers near zero
 
 
@@ -409,7 +411,7 @@ def test_tables_with_other_updates_have_programs_of_their_own():
 
     updates, _ = jax.jit(lazy(tx).update)(grads, lazy(tx).init(params), params)
     dense = {k: g.to_dense() for k, g in grads.items()}
-    expected, _ = tx.update(dense, tx.init(params), params)
+    expected, _ = jax.jit(tx.update)(dense, tx.init(params), params)
     for k in ways:
         got = updates[k].to_dense()[jnp.array([3, 5])]
         np.testing.assert_allclose(got, expected[k][jnp.array([3, 5])], rtol=1e-5)
