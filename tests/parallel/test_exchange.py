@@ -82,7 +82,6 @@ def test_bytes_on_the_wire(compiled):
     assert rows <= {"all-to-all", "all-reduce"}, wire  # no table, no batch gathered
 
 
-@pytest.mark.window
 def test_in_place(compiled):
     for shards in (2, 4):  # of which a part has more rows than the batch
         table, program = compiled[shards]
@@ -101,7 +100,6 @@ def test_in_place(compiled):
         assert f"[{rows * table.num_shards}," not in text
 
 
-@pytest.mark.window
 def test_shrinks_as_devices_are_added(compiled):
     owned = [table.rows_per_shard for table, _ in compiled.values()]
     assert owned == [50_002, 25_001, 12_501]

@@ -277,7 +277,6 @@ def test_the_table_in_the_docs_has_every_type_and_way():
         assert list(cells) == list(things()) and {*cells.values()} <= {"yes", "no"}
 
 
-@pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion", "eight_devices")
 @pytest.mark.filterwarnings("ignore")  # the warnings of orbax are not ours
 @pytest.mark.parametrize("column", slow_but(WAYS, *list(WAYS)[1:]))
