@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks import __main__, dlrm, sharded, sweep, timing  # noqa: E402
+from benchmarks import __main__, sharded, sweep, timing  # noqa: E402
 from benchmarks.models import __main__ as models  # noqa: E402
 
 
@@ -26,7 +26,6 @@ RUNS = {
     "bag": "--rows 300 --dim 4 --bags 16 --repeats 3 --seconds 0",
     "segment": "--elements 40 --dim 3 --segments 5 --repeats 3 --reductions sum",
     "sharded": "--devices 2 --rows 301 --dim 4 --ids 40 --repeats 3 --sides ours dense",
-    "dlrm": "--cap 50 --dim 4 --batch 16 --repeats 3",
     "store": "--rows 301 --dim 4 --ids 128 --repeats 3 --optimizers adagrad",
     "stored": "--models two_towers --rows 2000 --dim 4 --batch 16 --steps 4 --turn 2",
     "index": "--only drift --steps 20 --batch 64 --ways lru hashed",
@@ -45,7 +44,6 @@ def test_runs(name, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sweep, "FIXED_ROWS", 1000)
     # Most of the time goes to compiling, for each table again.
     monkeypatch.setattr(sharded, "HEIGHTS", (300, 200))
-    monkeypatch.setattr(dlrm, "table_rows", lambda cap: (cap, 9, 3))
     path = tmp_path / "lines.jsonl"
     assert __main__.main([name, *RUNS[name].split(), "--json", str(path)]) == 0
     assert capsys.readouterr().out
@@ -54,8 +52,9 @@ def test_runs(name, tmp_path, capsys, monkeypatch):
 
 def test_every_benchmark_is_run():
     # Whole models need gigabytes, and `exact_loss` a text: they have no tiny size.
-    # test_races.py has the races.
-    assert {*RUNS, "models", "exact_loss", "races"} == {*__main__.NAMES}
+    # test_races.py has the races, tests/nn/test_dlrm.py has `dlrm`.
+    others = {"models", "exact_loss", "races", "dlrm"}
+    assert {*RUNS, *others} == {*__main__.NAMES}
     for name in models.NAMES:
         assert (models._ROOT / "benchmarks" / "models" / f"{name}.py").is_file()
 

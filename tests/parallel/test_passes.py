@@ -24,7 +24,6 @@ pytestmark = [
 V, D, N_IDS = 101, 2, 64
 TXS = {
     "sgd": optax.sgd(0.1),
-    "adagrad": optax.adagrad(0.1),
     "adam": optax.adam(0.1),
     "clip, adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
 }
@@ -95,8 +94,7 @@ def _want(name):
 @pytest.mark.parametrize(
     "name, shape, slots, kind",
     [
-        ("sgd", (8,), 1, AxisType.Auto),
-        ("adagrad", (2, 4), 2, AxisType.Auto),
+        ("sgd", (2, 4), 2, AxisType.Auto),
         ("adam", (8,), 3, AxisType.Explicit),
         ("clip, adam", (8,), 3, AxisType.Auto),  # merged and held
         ("clip, adam", (2,), 1, AxisType.Auto),  # sent twice
