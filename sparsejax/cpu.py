@@ -34,6 +34,7 @@ _MALLOPT = (
     (-4, 0),  # M_MMAP_MAX: M_MMAP_THRESHOLD cannot exceed 32 MiB, so map nothing
     (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: the end of the heap is not given back
 )
+_MAX_KEPT = 32 << 20  # bytes; glibc keeps smaller buffers by itself
 
 
 def keep_freed_pages() -> bool:
@@ -79,6 +80,24 @@ def keep_freed_pages() -> bool:
         )
     mallopt = ctypes.CDLL(None).mallopt
     return all([mallopt(name, value) == 1 for name, value in _MALLOPT])
+
+
+def maps_anew(num_bytes: int) -> bool:
+    """Returns True if temporaries of so many bytes take new pages in each call."""
+    if num_bytes <= _MAX_KEPT or jax.default_backend() != "cpu":
+        return False
+    if not _has_glibc_malloc():
+        return False
+    process = ctypes.CDLL(None)
+    process.malloc.restype, process.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+    process.free.argtypes = [ctypes.c_void_p]
+    address = process.malloc(num_bytes)
+    if address is None:
+        return False
+    # glibc's malloc.c: IS_MMAPPED is a bit of the size, which is before the buffer.
+    size = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
+    process.free(address)
+    return bool(size & 2)
 
 
 def _has_glibc_malloc() -> bool:

@@ -90,4 +90,4 @@ def _ids_of(plan: Any) -> list[np.ndarray] | None:
         for x, needed in zip(deltas, program.needs_delta)
         if needed
     ]
-    return [np.asarray(x) for x in jax.jit(program.run)([*zeros, *inputs])]
+    return [np.asarray(x) for x in jax.jit(program.run)(zeros, inputs)]

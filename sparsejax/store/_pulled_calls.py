@@ -240,7 +240,7 @@ class RowIds:
             _refuse_second_hop(call, names, sites, program)
 
         def run_ids(needed):
-            found = program.run(needed)
+            found = program.run((), needed)
             mine = lambda k: [
                 x.reshape(-1) for x, site in zip(found, sites) if site.table == k
             ]

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparsejax import _arguments
+from sparsejax import _arguments, cpu
 from sparsejax._arguments import PyTree
 from sparsejax.transform.plan import make_plan
 from sparsejax.transform.step import Argument, Step, explain_leaves, trace_step
@@ -94,6 +94,12 @@ class StepExplanation:
         for leaf in alone:
             table += _with_update(_lines(leaf, leaf), "")
         size = lambda count: "unknown" if count is None else _size(count)
+        pages = ""
+        if cpu.maps_anew(self.temporary_bytes or 0):
+            pages = (
+                ", in new pages in each call, 1 ms for 4 MB; call "
+                "sparsejax.cpu.keep_freed_pages() first in the program"
+            )
         return "\n".join(
             [
                 f"{self.name}: {told}",
@@ -102,7 +108,7 @@ class StepExplanation:
                 *groups,
                 f"arguments: {_size(self.argument_bytes)}, of which "
                 f"{_size(self.donated_bytes)} are donated",
-                f"temporaries: {size(self.temporary_bytes)}",
+                f"temporaries: {size(self.temporary_bytes)}{pages}",
                 f"bytes moved: at least {_size(self.moved_bytes)}; needed for the rows "
                 f"read, and all that is not a table: {size(self.needed_bytes)}",
             ]

@@ -31,12 +31,9 @@ class IdsProgram:
     jaxpr: Any
     consts: list[Any]
 
-    def run(self, inputs: Sequence[Any]) -> list[Any]:
-        """The ids of each read, from those deltas and then inputs that they depend on.
-
-        A store has no deltas here: its ids depend on none.
-        """
-        return _compat.eval_jaxpr(self.jaxpr, self.consts, *inputs)
+    def run(self, deltas: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The ids of each read, from those deltas and inputs that they depend on."""
+        return _compat.eval_jaxpr(self.jaxpr, self.consts, *deltas, *inputs)
 
     def reads_behind(self, number: int) -> list[int]:
         """The numbers of the reads whose rows the ids of read `number` depend on."""

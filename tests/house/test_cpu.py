@@ -57,10 +57,12 @@ if {first}:
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     kept = {call}
+step = jax.jit(lambda x: (x[:2], jnp.sort(x)[0]))  # a temporary of 36 MiB
+told = "in new pages in each call" in repr(sj.explain(step)(jnp.zeros(9 << 20)))
 add, x = jax.jit(lambda x: x + 1), jnp.zeros(1 << 24)
 for _ in range(4 * {runs}):  # until as much is free as ever is in use at once
     run()
-print(kept, faults(run), [str(w.message) for w in caught])
+print(kept, told, faults(run), [str(w.message) for w in caught])
 """
 has_glibc = bool(platform.libc_ver()[0])
 needs_glibc = pytest.mark.skipif(not has_glibc, reason="needs glibc")
@@ -71,15 +73,16 @@ def _run(first=False, call="sj.cpu.keep_freed_pages()", runs=0, **variables):
     names = ("GLIBC_TUNABLES", "LD_PRELOAD")
     env = {k: v for k, v in os.environ.items() if k not in names}
     env |= {"JAX_PLATFORMS": "cpu", **variables}
-    kept, faults, caught = run_python("-c", program, env=env).split(maxsplit=2)
-    return kept, int(faults), ast.literal_eval(caught)
+    out = run_python("-c", program, env=env).split(maxsplit=3)
+    return out[0], out[1] == "True", int(out[2]), ast.literal_eval(out[3])
 
 
 @needs_glibc
 def test_freed_pages_are_kept():
-    _, usual, _ = _run(call="None", runs=10)
-    kept, faults, caught = _run(runs=10)
-    assert (kept, caught) == ("True", [])
+    _, told, usual, _ = _run(call="None", runs=10)
+    assert told  # by `explain`
+    kept, told, faults, caught = _run(runs=10)
+    assert (kept, told, caught) == ("True", False, [])
     # As installed, ten runs take 160,000 pages of 4 KiB. A busy machine may free one
     # buffer so late that the next run needs another, of 16,384 pages.
     assert faults < usual / 4
@@ -88,7 +91,7 @@ def test_freed_pages_are_kept():
 @pytest.mark.window
 @needs_glibc
 def test_a_warning_says_that_jax_has_started():
-    kept, _, (message,) = _run(first=True)
+    kept, _, _, (message,) = _run(first=True)
     assert kept == "True"
     assert "before the first JAX computation" in message
 
@@ -105,8 +108,8 @@ def test_another_allocator_is_left_alone(tmp_path):
     )
     command = ["cc", "-shared", "-fPIC", "-o", library, source]
     subprocess.run(command, check=True)
-    kept, _, caught = _run(LD_PRELOAD=str(library))
-    assert (kept, caught) == ("False", [])
+    kept, told, _, caught = _run(LD_PRELOAD=str(library))
+    assert (kept, told, caught) == ("False", False, [])
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])

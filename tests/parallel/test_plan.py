@@ -184,6 +184,16 @@ def test_reads_are_found_in_a_loss():
     assert unknown.describe().splitlines()[2].split()[2:4] == [str(first.ids), "-"]
 
 
+def test_ids_that_depend_on_rows_are_found_with_rows_of_zeros():
+    def loss(params, ids):
+        nearest = jnp.argmax(params["a"][ids], axis=1) + 3
+        return jnp.sum(params["b"][nearest])
+
+    params = {k: jax.ShapeDtypeStruct((V, D), jnp.float32) for k in "ab"}
+    found = sj.parallel.plan(params, MESH, make_ids(), loss=loss)
+    assert found["params['b']"].distinct == 1 < found["params['a']"].distinct
+
+
 def test_apply_and_layouts():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     params = {"a": jnp.ones((V, D)), "b": np.ones((V, D), np.float32), "w": jnp.ones(3)}
