@@ -320,7 +320,10 @@ def test_a_tree_of_two_leaves():
     again = pickle.loads(pickle.dumps(table))
     assert_same_bits(again.to_fused(), table.to_fused())
     assert hash(jax.tree.structure(table)) == hash(jax.tree.structure(moved))
-    assert "ShapeDtypeStruct" not in repr(jax.eval_shape(lambda: table))
+    abstract = jax.eval_shape(lambda: table)
+    assert "ShapeDtypeStruct" not in repr(abstract)
+    assert abstract.scale_bias.shape == table.scale_bias.shape
+    assert abstract.scale_bias.dtype == table.scale_bias.dtype
     repr(jax.tree.map(lambda _: None, table))
 
 
