@@ -82,7 +82,7 @@ def keep_freed_pages() -> bool:
     return all([mallopt(name, value) == 1 for name, value in _MALLOPT])
 
 
-def maps_anew(num_bytes: int) -> bool:
+def _maps_anew(num_bytes: int) -> bool:
     """Returns True if temporaries of so many bytes take new pages in each call."""
     if num_bytes <= _MAX_KEPT or jax.default_backend() != "cpu":
         return False

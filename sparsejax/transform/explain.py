@@ -95,7 +95,7 @@ class StepExplanation:
             table += _with_update(_lines(leaf, leaf), "")
         size = lambda count: "unknown" if count is None else _size(count)
         pages = ""
-        if cpu.maps_anew(self.temporary_bytes or 0):
+        if cpu._maps_anew(self.temporary_bytes or 0):
             pages = (
                 ", in new pages in each call, 1 ms for 4 MB; call "
                 "sparsejax.cpu.keep_freed_pages() first in the program"
