@@ -83,10 +83,9 @@ def keep_freed_pages() -> bool:
 
 
 def _maps_anew(num_bytes: int) -> bool:
-    """Returns True if temporaries of so many bytes take new pages in each call."""
-    if num_bytes <= _MAX_KEPT or jax.default_backend() != "cpu":
-        return False
-    if not _has_glibc_malloc():
+    """Returns True if temporaries of `num_bytes` take new pages in each call."""
+    is_large = num_bytes > _MAX_KEPT and jax.default_backend() == "cpu"
+    if not is_large or not _has_glibc_malloc():
         return False
     process = ctypes.CDLL(None)
     process.malloc.restype, process.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
