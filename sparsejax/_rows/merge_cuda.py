@@ -6,6 +6,8 @@ so the last bits of sums, differ from run to run. So duplicates are merged first
 without a scatter. benchmarks/NOTES.md shows the compiled programs.
 """
 
+import collections
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,25 +21,52 @@ from sparsejax._rows import indexing
 
 # Powers of two: elements of a chunk, and sums of chunks of a chunk.
 _CHUNK, _CHUNK_OF_SUMS = 8, 32
+# Elements of a gradient up to which its time is that of launches, not of copying it.
+_MAX_STACKED = 2**20
 
 
 def merge_rows(
-    rows: jax.Array, values: jax.Array, *, height: int
+    rows: jax.Array, values: jax.Array, height: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Sums the values of equal row ids; see `optim._lazy.block_pass.merge_rows`.
 
     Ids are sorted with their positions, the values are gathered in that order, and each
-    run of equal ids is added up, always in the same order.
+    run of equal ids is added up, always in the same order. `height` may be traced.
     """
     n = rows.shape[0]
+    height = jnp.asarray(height, rows.dtype)
     ids, order = lax.sort((rows, lax.iota(jnp.int32, n)), num_keys=1, is_stable=True)
     follows = jnp.pad(ids[1:] == ids[:-1], (1, 0))
     wide = indexing.accumulator_dtype(values.dtype)
     total = run_sums(values[order].astype(wide), follows, _CHUNK)
-    at, count = _positions(~follows & (ids < _arguments.scalar(height, ids)))
+    at, count = _positions(~follows & (ids < height))
     filled = lax.iota(jnp.int32, n) < count
     distinct = jnp.where(filled, ids[jnp.minimum(at, np.int32(n - 1))], height)
-    return distinct.astype(rows.dtype), at, total.astype(values.dtype), count
+    return distinct, at, total.astype(values.dtype), count
+
+
+def merge_each(
+    rows: Sequence[jax.Array], values: Sequence[jax.Array], heights: Sequence[int]
+) -> list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
+    """`merge_rows` of several gradients; small ones of equal shapes share kernels.
+
+    A merge has about 20 launches. To stack large gradients would take longer than they.
+    """
+    alike = collections.defaultdict(list)
+    for k, (r, v) in enumerate(zip(rows, values)):
+        own = k if v.size > _MAX_STACKED else None
+        alike[r.shape, r.dtype, v.shape, v.dtype, own].append(k)
+    merged: dict[int, Any] = {}
+    for group in alike.values():
+        if len(group) == 1:
+            (k,) = group
+            merged[k] = merge_rows(rows[k], values[k], heights[k])
+            continue
+        ids, stack = (jnp.stack([x[k] for k in group]) for x in (rows, values))
+        limits = jnp.asarray([heights[k] for k in group], ids.dtype)
+        found = jax.vmap(merge_rows)(ids, stack, limits)
+        merged |= {k: tuple(x[i] for x in found) for i, k in enumerate(group)}
+    return [merged[k] for k in range(len(rows))]
 
 
 def merge_plan(
@@ -62,7 +91,7 @@ def coalesce(
     rows: jax.Array, values: jax.Array, *, height: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Distinct rows in ascending order and their sums; see `merge.coalesce`."""
-    distinct, at, total, count = merge_rows(rows, values, height=height)
+    distinct, at, total, count = merge_rows(rows, values, height)
     more = max(capacity - rows.shape[0], 0)
     distinct = jnp.pad(
         distinct, (0, more), constant_values=_arguments.scalar(height, rows)

@@ -153,8 +153,8 @@ class RangePasses:
         def at_owner(positions, values, tables, others):
             def receive(apply, carry):
                 def merge(rows, values, carry):
-                    rows, at, values, count = block_pass.merge_rows(
-                        rows, values, owners.rows
+                    ((rows, at, values, count),) = block_pass.merge_rows(
+                        (rows, values, owners.rows)
                     )
                     return apply((rows, at, values.astype(dtype), count), carry)
 

@@ -34,6 +34,18 @@ def test_merges_as_a_loop_does(n, height):
     np.testing.assert_allclose(sums[at[:count]], expected[ids], rtol=1e-4, atol=1e-4)
 
 
+def test_merges_several_as_one_by_one():
+    rng = np.random.default_rng(0)
+    heights = 5, 40, 17, 9
+    shapes = [(30, 3), (30, 3), (12, 3), (30, 3)]
+    rows = [jnp.asarray(rng.integers(0, h + 1, s[0])) for h, s in zip(heights, shapes)]
+    values = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
+    found = jax.jit(merge_cuda.merge_each, static_argnums=2)(rows, values, heights)
+    for k, height in enumerate(heights):
+        want = merge_cuda.merge_rows(rows[k], values[k], height)
+        chex.assert_trees_all_equal(found[k], want)
+
+
 @pytest.mark.parametrize(("n", "capacity"), [(300, 20), (300, 3), (4, 9)], ids=str)
 def test_coalesces_as_elsewhere(n, capacity):
     rng = np.random.default_rng(n)
@@ -51,7 +63,7 @@ def test_coalesces_as_elsewhere(n, capacity):
 def test_a_sum_that_is_not_finite_stays_in_its_run():
     values = jnp.asarray([[1.0], [jnp.nan], [2.0], [jnp.inf], [3.0]])
     rows = jnp.asarray([4, 2, 4, 3, 1], jnp.int32)
-    distinct, at, sums, _ = merge_cuda.merge_rows(rows, values, height=9)
+    distinct, at, sums, _ = merge_cuda.merge_rows(rows, values, 9)
     found = dict(zip(distinct.tolist(), sums[jnp.minimum(at, 4)][:, 0].tolist()))
     assert found[4] == 3 and found[1] == 3 and found[3] == np.inf
     assert np.isnan(found[2])
@@ -73,8 +85,12 @@ def test_adds_bags_as_elsewhere(segmented, weighted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adam", "adagrad", "coalesce", "unique", "bags"])
-def test_the_program_of_a_step(name):
+@pytest.mark.parametrize(
+    ("name", "launches"),
+    [("adam", 30), ("adagrad", 30), ("tables", 40), ("coalesce", 30)]
+    + [("unique", 30), ("bags", 30)],
+)
+def test_the_program_of_a_step(name, launches):
     """Compiled for a described GPU: no loops, few kernels, tables in place."""
     plugins = "jax_cuda12_plugin", "jax_cuda13_plugin"
     if not any(map(importlib.util.find_spec, plugins)):
@@ -89,5 +105,5 @@ def test_the_program_of_a_step(name):
     facts = json.loads(run.stdout.splitlines()[-1])
     assert facts["kernels"] > 5  # the files were read
     assert facts["compare_and_swap"] == facts["float_atomics"] == 0
-    assert facts["loops"] == 0 and facts["launches"] <= 30
+    assert facts["loops"] == 0 and facts["launches"] <= launches
     assert facts["tables_aliased"] and not facts["table_copies"]

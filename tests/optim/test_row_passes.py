@@ -61,6 +61,7 @@ IN_PASSES = {
     ),
     "a conditional on a sum": lambda: optax.chain(halved_if_large(), optax.adam(0.1)),
     "adam": lambda: optax.adam(0.1),
+    "adagrad": lambda: optax.adagrad(0.1),
     "adamw": lambda: optax.adamw(0.1),
     "clip before": clipped,
     "clip after": lambda: optax.chain(optax.adam(0.1), optax.clip_by_global_norm(0.1)),
@@ -69,7 +70,8 @@ IN_PASSES = {
     ),
     "a conditional": lambda: optax.apply_if_finite(optax.adam(0.1), 3),
     "parts": lambda: optax.partition(
-        {"row": optax.adam(0.1), "all": optax.sgd(0.1)}, {"table": "row", "b": "all"}
+        {"row": optax.adam(0.1), "all": optax.sgd(0.1)},
+        {"table": "row", "b": "all", "one": "all"},
     ),
     "rowwise_adagrad": lambda: sj.optim.rowwise_adagrad(0.1),
     "novograd": lambda: optax.novograd(0.1),
@@ -80,7 +82,8 @@ IN_PASSES = {
 def problem(ids=N, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=(V, D)), dtype)
-    params = {"b": jnp.ones(D), "table": table}
+    # What is made of scalars for "one", such as Adagrad's zeros, looks like a row's.
+    params = {"b": jnp.ones(D), "one": jnp.ones(1), "table": table}
     rows = rng.integers(-1, V + 2, ids)
     rows[: ids // 3] = rows[0] = 7  # one row many times, and some out of range
     values = jnp.asarray(rng.normal(size=(ids, D)), dtype)
@@ -88,7 +91,8 @@ def problem(ids=N, dtype=jnp.float32):
 
 
 def step(tx, params, state, rows, values):
-    grads = {"b": jnp.ones(D), "table": sj.SelectedRows(rows, values, V)}
+    grad = sj.SelectedRows(rows, values, V)
+    grads = {"b": jnp.ones(D), "one": jnp.ones(1), "table": grad}
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, updates
 
@@ -200,7 +204,8 @@ def test_equal_input_gives_equal_bits():
 
 def test_duplicates_of_bfloat16_are_summed_in_float32():
     tx = lazy(optax.sgd(1.0, momentum=0.0))
-    params = {"table": jnp.zeros((V, D), jnp.bfloat16), "b": jnp.ones(D)}
+    table = jnp.zeros((V, D), jnp.bfloat16)
+    params = {"b": jnp.ones(D), "one": jnp.ones(1), "table": table}
     rows, values = jnp.full((1000,), 5), jnp.ones((1000, D), jnp.bfloat16)
     (new, _, _) = jax.jit(partial(step, tx))(params, tx.init(params), rows, values)
     np.testing.assert_array_equal(np.asarray(new["table"][5], np.float32), -1000.0)
@@ -242,7 +247,8 @@ def test_an_update_is_differentiable():
         return jnp.sum(new["table"] ** 2)
 
     def of_all_rows(values, table):
-        grads = {"b": jnp.ones(D), "table": sj.SelectedRows(rows, values, V)}
+        grad = sj.SelectedRows(rows, values, V)
+        grads = {"b": jnp.ones(D), "one": jnp.ones(1), "table": grad}
         now = {**params, "table": table}
         updates, _ = lazy(optax.adam(0.1), check=False).update(grads, state, now)
         return jnp.sum(optax.apply_updates(now, updates)["table"] ** 2)
@@ -289,7 +295,13 @@ def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
     close(twice - params["table"], 2 * (written["table"] - params["table"]), atol=1e-5)
 
     updates, _ = jax.jit(tx.update)(
-        {"b": jnp.ones(D), "table": sj.SelectedRows(rows, values, V)}, state, params
+        {
+            "b": jnp.ones(D),
+            "one": jnp.ones(1),
+            "table": sj.SelectedRows(rows, values, V),
+        },
+        state,
+        params,
     )
     close(optax.apply_updates(params, updates), written)
 

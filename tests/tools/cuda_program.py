@@ -1,7 +1,7 @@
 """Compiles a step for a described NVIDIA GPU, and prints facts about it as JSON.
 
     python tests/tools/cuda_program.py OPTIMIZER
-    python tests/tools/cuda_program.py coalesce | unique | bags
+    python tests/tools/cuda_program.py tables | coalesce | unique | bags
 
 tests/lookup/test_cuda.py runs this if `jax[cuda12]` or `jax[cuda13]` is installed. No
 GPU and no driver is needed: nothing is run.
@@ -61,6 +61,10 @@ def main(name: str) -> None:
     def loss_fn(params, ids, target):
         return jnp.mean((params["table"][ids] @ params["weights"] - target) ** 2)
 
+    def of_tables(params, ids, target):
+        rows = (table[i] for table, i in zip(params, ids))
+        return jnp.mean((sum(rows).sum(axis=1) - target) ** 2)
+
     def coalesce(rows, values):
         merged = sj.SelectedRows(rows, values, V).coalesce()
         return merged.rows, merged.values
@@ -73,17 +77,24 @@ def main(name: str) -> None:
         return jax.grad(loss)(table)  # JAX's own, of all rows
 
     def step(params, state, *batch):
-        loss, grads = sj.value_and_grad(loss_fn)(params, *batch)
+        loss, grads = sj.value_and_grad(of_step)(params, *batch)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
-    ids, donated = spec((N,), jnp.int32), ()
+    ids, donated, of_step = spec((N,), jnp.int32), (), loss_fn
     if name == "coalesce":
         fun, args = coalesce, (ids, spec((N, D)))
     elif name == "unique":
         fun, args = unique, (ids,)
     elif name == "bags":
         fun, args = bags, (spec((V, D)), spec((N // 16, 16), jnp.int32))
+    elif name == "tables":  # ten small gradients, whose merges share their kernels
+        tx, of_step = sj.optim.lazy(optax.adagrad(1e-3)), of_tables
+        params = [spec((V, D))] * 10
+        state = jax.eval_shape(tx.init, params)
+        n = N // 16
+        ids = spec((10, n), jnp.int32)
+        fun, donated, args = step, (0, 1), (params, state, ids, spec((n,)))
     else:
         tx = sj.optim.lazy(getattr(optax, name)(1e-3))
         params = {"table": spec((V, D)), "weights": spec((D,))}

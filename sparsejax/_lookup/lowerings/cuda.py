@@ -20,7 +20,7 @@ def add_bags(
     rows = indexing.merge_axes(rows, ids.ndim)
     empty = _arguments.scalar(height, ids)
     ids = jnp.where(indexing.in_range(ids, height), ids, empty).reshape(-1)
-    distinct, at, total, _ = merge_cuda.merge_rows(ids, rows, height=height)
+    distinct, at, total, _ = merge_cuda.merge_rows(ids, rows, height)
     zeros = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
     total = indexing.take_rows(total, at)
     return indexing.set_distinct_rows(zeros, distinct, total)

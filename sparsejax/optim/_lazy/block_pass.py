@@ -108,24 +108,33 @@ class Program:
 
 
 def merge_rows(
-    rows: jax.Array, values: jax.Array, height: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Sums the values of equal row ids.
+    *gradients: tuple[jax.Array, jax.Array, int],
+) -> list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
+    """Sums the values of equal row ids, in each of some gradients.
 
     Args:
-      rows: integer `[n]`, in `[0, height]`; `height` is an empty slot.
-      values: `[n, ...]`.
-      height: number of rows of the table.
+      *gradients: `(rows, values, height)`: integer `[n]`, in `[0, height]`, where
+        `height` is an empty slot; `[n, ...]`; number of rows of the table.
 
     Returns:
-      `(rows [n], at int32[n], values [n, ...], count int32[])`: the distinct rows,
-      padded with `height`; where the sum for each of them is among the values returned;
-      how many there are.
+      For each `(rows [n], at int32[n], values [n, ...], count int32[])`: the distinct
+      rows, padded with `height`; where the sum for each of them is among the values
+      returned; how many there are.
     """
-    return tuple(_merge_rows_p.bind(rows, values, height=height))
+    rows, values, heights = zip(*gradients)
+    outs = _merge_rows_p.bind(*rows, *values, heights=heights)
+    return [tuple(outs[k : k + 4]) for k in range(0, len(outs), 4)]
 
 
-def _merge_by_sorting(rows, values, *, height):
+def _one_by_one(merge):
+    def merge_each(*arrays, heights):
+        rows, values = arrays[: len(heights)], arrays[len(heights) :]
+        return [x for args in zip(rows, values, heights) for x in merge(*args)]
+
+    return merge_each
+
+
+def _merge_by_sorting(rows, values, height):
     n = rows.shape[0]
     capacity = max(1, min(n, height))
     merged = SelectedRows(rows, values, height).coalesce(capacity)
@@ -140,7 +149,12 @@ def _merge_by_sorting(rows, values, *, height):
     )
 
 
-def _merge_by_hashing(rows, values, *, height):
+def _merge_together(*arrays, heights):
+    rows, values = arrays[: len(heights)], arrays[len(heights) :]
+    return [x for out in merge_cuda.merge_each(rows, values, heights) for x in out]
+
+
+def _merge_by_hashing(rows, values, height):
     n = rows.shape[0]
     first = merge.first_slots(rows, height)
     slots = lax.iota(jnp.int32, n)
@@ -377,14 +391,13 @@ def _turns(count: jax.Array, block: int) -> jax.Array:
 # ------------------------------------------------------------------ primitives
 
 
-def _merge_types(rows, values, *, height):
-    n = rows.shape[:1]
-    return [
-        (n, rows.dtype),
-        (n, jnp.int32),
-        (values.shape, values.dtype),
-        ((), jnp.int32),
-    ]
+def _merge_types(*arrays, heights):
+    rows, values = arrays[: len(heights)], arrays[len(heights) :]
+    types = []
+    for r, v in zip(rows, values):
+        types += [(r.shape, r.dtype), (r.shape, jnp.int32)]
+        types += [(v.shape, v.dtype), ((), jnp.int32)]
+    return types
 
 
 def _update_types(rows, at, values, count, *rest, program, num_tables, writes):
@@ -403,8 +416,8 @@ def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
 
 _merge_rows_p = _compat.platform_primitive(
     "merge_rows",
-    _merge_by_sorting,
-    {"cpu": _merge_by_hashing, "cuda": merge_cuda.merge_rows},
+    _one_by_one(_merge_by_sorting),
+    {"cpu": _one_by_one(_merge_by_hashing), "cuda": _merge_together},
     _merge_types,
 )
 _update_rows_p = _compat.platform_primitive(

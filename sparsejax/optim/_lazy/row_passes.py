@@ -102,23 +102,39 @@ def is_traced(grad: SelectedRows, table: Any) -> bool:
 
 
 class _OneDevice:
-    """The passes of `block_pass`, over a gradient whose duplicates are merged once."""
+    """The passes of `block_pass`, over a gradient whose duplicates are merged once.
+
+    The gradients of all tables are merged in one call, which on CUDA shares kernels.
+    """
 
     def __init__(self, grad: SelectedRows):
         self._grad = grad
+        self._all = [self]
+
+    @staticmethod
+    def merge_together(passes: "Sequence[_OneDevice]") -> None:
+        """Merges the gradients of all when the first of them is needed."""
+        for each in passes:
+            each._all = passes
 
     def after(self, others):
         grad = self._grad
         values = order_after(grad.values, others)
         return _OneDevice(with_slots(grad, grad.rows, values))
 
-    @functools.cached_property
-    def _merged(self) -> tuple[jax.Array, ...]:
-        rows = self._grad.safe_rows()
+    def _gradient(self) -> tuple[jax.Array, jax.Array, int]:
+        rows, height = self._grad.safe_rows(), self._grad.height
         if jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
             # Of these 0 is the least, which the lowering for CPUs takes for no row.
-            rows = rows.astype(_arguments.index_dtype(self._grad.height))
-        return block_pass.merge_rows(rows, self._grad.values, self._grad.height)
+            rows = rows.astype(_arguments.index_dtype(height))
+        return rows, self._grad.values, height
+
+    @functools.cached_property
+    def _merged(self) -> tuple[jax.Array, ...]:
+        merged = block_pass.merge_rows(*(each._gradient() for each in self._all))
+        for each, result in zip(self._all, merged):
+            each._merged = result
+        return self._merged
 
     def reduce(self, tables, fresh, operands, program, kinds):
         return block_pass.reduce_rows(
@@ -184,10 +200,11 @@ def update(
     leaves, state_treedef = jax.tree.flatten(state)
     followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
     dense = [x for i, x in enumerate(grads) if i not in tables and is_plain(x)]
+    passes = {i: found.after(dense) for i, found in passes.items()}
+    _OneDevice.merge_together([x for x in passes.values() if type(x) is _OneDevice])
     steps, programs = {}, {}
     for i, found in passes.items():
         state_of = {k: leaves[k] for k in followers[i]}
-        found = found.after(dense)
         steps[i] = _Table(grads[i], found, weights[i], state_of, i, programs)
     inputs = [node for step in steps.values() for node in step.nodes()]
     out_treedef = None
@@ -215,10 +232,11 @@ def update(
         outs = row_program.run(jaxpr, consts, inputs, reduce)
         updates, new_state = jax.tree.unflatten(out_treedef, outs)
         new_leaves = state_treedef.flatten_up_to(new_state)
-        dense = [u for i, u in enumerate(updates) if i not in steps]
-        dense += [x for x, owner in zip(new_leaves, owners) if owner is None]
-        if any(isinstance(x, Node) for x in jax.tree.leaves(dense)):
-            raise NotByRows("a dense leaf that depends on single rows")
+        for i in set(range(len(updates))).difference(steps):
+            updates[i] = jax.tree.map(row_program.without_rows, updates[i])
+        for k, owner in enumerate(owners):
+            if owner is None:
+                new_leaves[k] = row_program.without_rows(new_leaves[k])
         for i, step in steps.items():
             if not _is_array(updates[i]):
                 raise NotByRows("an update that is not an array")

@@ -221,7 +221,7 @@ class _Runner:
                 for r, value in zip(group, self._reduce(group)):
                     r.value = value
             return x.value
-        return _alone(x)
+        return without_rows(x)
 
     def run(self, jaxpr, consts, args):
         env = dict(zip(jaxpr.constvars, consts))
@@ -301,7 +301,7 @@ class _Runner:
         def rest(run):
             def of(*values):
                 outs = enumerate(run(*values))
-                return [_alone(x) for k, x in outs if k not in by_row]
+                return [without_rows(x) for k, x in outs if k not in by_row]
 
             return of
 
@@ -351,10 +351,12 @@ def _refuse(group):
     raise NotByRows("a reduction of rows in a branch")
 
 
-def _alone(x: Any) -> Any:
-    """The value of a node that is the same in all rows."""
+def without_rows(x: Any) -> Any:
+    """The value of a node that is the same in all rows, such as a bias of shape [1]."""
     if not isinstance(x, Node):
         return x
+    if x.table is not None:
+        raise NotByRows("a dense leaf that depends on single rows")
     function = RowFunction([x], [])
     return function([], function.operands)[0]
 
