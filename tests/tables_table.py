@@ -147,21 +147,25 @@ def try_read(name: str, read: Any) -> None:
     _compare_read(kind, leaf, read, ids, np.asarray(kind.dense(leaf)))
 
 
-def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> None:
-    has_gradient = read is not _top_k and not isinstance(leaf, sj.QuantizedTable)
+def _values_and_gradient(read: Any, grad: Any, view: Any, ids: Any, table: Any) -> Any:
+    fun = lambda table: read(view(table), ids)
+    if read is _top_k or isinstance(table, sj.QuantizedTable):
+        return fun(table), None
+    return fun(table), grad(lambda table: jnp.sum(jnp.sin(fun(table))))(table)
 
-    def values_and_gradient(grad, view, ids, table):
-        fun = lambda table: read(view(table), ids)
-        if not has_gradient:
-            return fun(table), None
-        return fun(table), grad(lambda table: jnp.sum(jnp.sin(fun(table))))(table)
 
-    ours = jax.jit(functools.partial(values_and_gradient, sj.grad, kind.view, ids))
+@functools.cache
+def _plain(read: Any) -> Any:
+    """The read of an array and its gradient, compiled once for all kinds of table."""
     same = lambda table: table
-    plain = jax.jit(functools.partial(values_and_gradient, jax.grad, same, IDS))
-    (got, grads), (want, dense) = ours(leaf), plain(jnp.asarray(whole))
+    return jax.jit(functools.partial(_values_and_gradient, read, jax.grad, same, IDS))
+
+
+def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> None:
+    ours = functools.partial(_values_and_gradient, read, sj.grad, kind.view, ids)
+    (got, grads), (want, dense) = jax.jit(ours)(leaf), _plain(read)(jnp.asarray(whole))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    if dense is not None:
+    if grads is not None:
         grads = whole_array(grads)
         rows = kind.view(grads)[np.asarray(ids)]
         np.testing.assert_allclose(rows, dense[IDS], rtol=1e-5, atol=1e-5)

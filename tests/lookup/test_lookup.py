@@ -106,7 +106,7 @@ def test_every_option_with_64_bit_types(dtype, x64):
         assert got.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("row_shape", [(), (1,), (2, 3), (2, 1, 2), (0,)])
+@pytest.mark.parametrize("row_shape", [(), (2, 3), (0,)])
 def test_tables_of_any_rank(row_shape):
     table = table_of(V, row_shape)
     ids = np.array([[4, 0, 9], [-1, 4, 2]], np.int32)
@@ -118,7 +118,7 @@ def test_tables_of_any_rank(row_shape):
 
 @pytest.mark.parametrize(
     "dtype",
-    ["bfloat16", "float16", "float64", "complex64", "int8", "int32", "uint8", "bool"],
+    ["bfloat16", "float64", "complex64", "int8", "uint8", "bool"],
 )
 def test_tables_of_any_dtype(dtype, x64):
     table = jnp.asarray(np.arange(V * D).reshape(V, D) % 5, dtype)
@@ -258,7 +258,7 @@ def natural(table, ids, padding_id):
     return jnp.where(ok.reshape(ok.shape + (1,) * (rows.ndim - ok.ndim)), rows, 0.0)
 
 
-@pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
+@pytest.mark.parametrize("row_shape", [(), (2, 2)])
 def test_gradients_are_those_of_the_natural_expression(row_shape):
     table = table_of(V, row_shape)
     ids = jnp.array([[4, 0, 4, 2], [9, -1, 2, 6]])
@@ -438,7 +438,7 @@ def test_error_mode_raises_at_once_outside_jit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row_shape", [(), (D,), (2, 2)])
+@pytest.mark.parametrize("row_shape", [(), (2, 2)])
 def test_a_pulled_part_of_a_table(row_shape):
     rows = jnp.array([4, 0, 4, V, 6])
     values = np.array(table_of(5, row_shape))
