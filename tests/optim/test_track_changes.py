@@ -138,7 +138,7 @@ def test_rows_of_rank_one_and_quantized_tables():
     tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), key=0)
     tx = tracked(tx)
     grads = sj.SelectedRows(jnp.array([4, 2]), jnp.ones((2, D)), V)
-    updates, state = tx.update(grads, tx.init(table), table)
+    updates, state = jax.jit(tx.update)(grads, tx.init(table), table)
     table = jax.jit(optax.apply_updates)(table, updates)
     assert sj.optim.take_changes(table, state)[0].tolist() == [2, 4]
 
