@@ -49,9 +49,8 @@ def make_clicks(path, rows, rng):
 
 def auc(scores, labels):
     """The probability that a click has a higher score than a row without one."""
-    right, wrong = scores[labels > 0], np.sort(scores[labels == 0])
-    ranks = np.searchsorted(wrong, right) + np.searchsorted(wrong, right, "right")
-    return np.mean(ranks) / (2 * len(wrong))
+    hits, rest = scores[labels > 0], np.sort(scores[labels == 0])
+    return np.mean([rest.searchsorted(hits, s) for s in ("left", "right")]) / len(rest)
 
 
 def init(key, layer, width):

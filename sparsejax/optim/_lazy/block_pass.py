@@ -127,6 +127,8 @@ def merge_rows(
 
 
 def _one_by_one(merge):
+    """The lowering of `merge_rows` that merges each gradient by itself."""
+
     def merge_each(*arrays, heights):
         rows, values = arrays[: len(heights)], arrays[len(heights) :]
         return [x for args in zip(rows, values, heights) for x in merge(*args)]
@@ -149,7 +151,7 @@ def _merge_by_sorting(rows, values, height):
     )
 
 
-def _merge_together(*arrays, heights):
+def _merge_on_cuda(*arrays, heights):
     rows, values = arrays[: len(heights)], arrays[len(heights) :]
     return [x for out in merge_cuda.merge_each(rows, values, heights) for x in out]
 
@@ -417,7 +419,7 @@ def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
 _merge_rows_p = _compat.platform_primitive(
     "merge_rows",
     _one_by_one(_merge_by_sorting),
-    {"cpu": _one_by_one(_merge_by_hashing), "cuda": _merge_together},
+    {"cpu": _one_by_one(_merge_by_hashing), "cuda": _merge_on_cuda},
     _merge_types,
 )
 _update_rows_p = _compat.platform_primitive(

@@ -102,10 +102,7 @@ def is_traced(grad: SelectedRows, table: Any) -> bool:
 
 
 class _OneDevice:
-    """The passes of `block_pass`, over a gradient whose duplicates are merged once.
-
-    The gradients of all tables are merged in one call, which on CUDA shares kernels.
-    """
+    """The passes of `block_pass`, over a gradient whose duplicates are merged once."""
 
     def __init__(self, grad: SelectedRows):
         self._grad = grad
@@ -113,7 +110,7 @@ class _OneDevice:
 
     @staticmethod
     def merge_together(passes: "Sequence[_OneDevice]") -> None:
-        """Merges the gradients of all when the first of them is needed."""
+        """Merges all their gradients in one call, which on CUDA shares kernels."""
         for each in passes:
             each._all = passes
 
@@ -232,8 +229,9 @@ def update(
         outs = row_program.run(jaxpr, consts, inputs, reduce)
         updates, new_state = jax.tree.unflatten(out_treedef, outs)
         new_leaves = state_treedef.flatten_up_to(new_state)
-        for i in set(range(len(updates))).difference(steps):
-            updates[i] = jax.tree.map(row_program.without_rows, updates[i])
+        for i, u in enumerate(updates):
+            if i not in steps:
+                updates[i] = jax.tree.map(row_program.without_rows, u)
         for k, owner in enumerate(owners):
             if owner is None:
                 new_leaves[k] = row_program.without_rows(new_leaves[k])
