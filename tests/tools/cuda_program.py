@@ -62,8 +62,8 @@ def main(name: str) -> None:
         return jnp.mean((params["table"][ids] @ params["weights"] - target) ** 2)
 
     def of_tables(params, ids, target):
-        rows = (table[i] for table, i in zip(params, ids))
-        return jnp.mean((sum(rows).sum(axis=1) - target) ** 2)
+        rows = [table[i] for table, i in zip(params, ids)]
+        return jnp.mean((jnp.sum(sum(rows), axis=1) - target) ** 2)
 
     def coalesce(rows, values):
         merged = sj.SelectedRows(rows, values, V).coalesce()
