@@ -958,12 +958,13 @@ class KVStore:
           RuntimeError: a table is half loaded, see `load`; another process failed.
 
         Example:
-          >>> import jax.numpy as jnp, sparsejax as sj
+          >>> import jax.numpy as jnp, tempfile, sparsejax as sj
           >>> store = sj.store.KVStore()
           >>> store.init("words", jnp.ones((5, 2)), None)
-          >>> store.save("model.store", {"w": jnp.arange(3), "step": 7})
+          >>> path = tempfile.mkdtemp() + "/model.store"
+          >>> store.save(path, {"w": jnp.arange(3), "step": 7})
           >>> store.assign("words", jnp.zeros((5, 2)))
-          >>> store.load("model.store", {"w": jnp.zeros(3, int), "step": 0})
+          >>> store.load(path, {"w": jnp.zeros(3, int), "step": 0})
           {'step': 7, 'w': Array([0, 1, 2], dtype=int32)}
           >>> float(store.pull_all("words").sum())
           10.0
