@@ -21,7 +21,7 @@ from sparsejax._rows import indexing
 
 # Powers of two: elements of a chunk, and sums of chunks of a chunk.
 _CHUNK, _CHUNK_OF_SUMS = 8, 32
-# Elements of a gradient up to which its time is that of launches, not of copying it.
+# Elements of a gradient up to which the launches take longer than a copy of it.
 _MAX_STACKED = 2**20
 
 
@@ -46,27 +46,27 @@ def merge_rows(
 
 
 def merge_each(
-    rows: Sequence[jax.Array], values: Sequence[jax.Array], heights: Sequence[int]
+    gradients: Sequence[tuple[jax.Array, jax.Array, int]],
 ) -> list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
     """`merge_rows` of several gradients; small ones of equal shapes share kernels.
 
     A merge has about 20 launches. To stack large gradients would take longer than they.
     """
     alike = collections.defaultdict(list)
-    for k, (r, v) in enumerate(zip(rows, values)):
-        own = k if v.size > _MAX_STACKED else None
-        alike[r.shape, r.dtype, v.shape, v.dtype, own].append(k)
+    for k, (rows, values, _) in enumerate(gradients):
+        own = k if values.size > _MAX_STACKED else None
+        alike[rows.shape, rows.dtype, values.shape, values.dtype, own].append(k)
     merged: dict[int, Any] = {}
     for group in alike.values():
         if len(group) == 1:
-            (k,) = group
-            merged[k] = merge_rows(rows[k], values[k], heights[k])
+            merged[group[0]] = merge_rows(*gradients[group[0]])
             continue
-        ids, stack = (jnp.stack([x[k] for k in group]) for x in (rows, values))
-        limits = jnp.asarray([heights[k] for k in group], ids.dtype)
-        found = jax.vmap(merge_rows)(ids, stack, limits)
+        rows, values, heights = zip(*(gradients[k] for k in group))
+        ids = jnp.stack(rows)
+        limits = jnp.asarray(heights, ids.dtype)
+        found = jax.vmap(merge_rows)(ids, jnp.stack(values), limits)
         merged |= {k: tuple(x[i] for x in found) for i, k in enumerate(group)}
-    return [merged[k] for k in range(len(rows))]
+    return [merged[k] for k in range(len(gradients))]
 
 
 def merge_plan(

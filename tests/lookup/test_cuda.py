@@ -40,7 +40,8 @@ def test_merges_several_as_one_by_one():
     shapes = [(30, 3), (30, 3), (12, 3), (30, 3)]
     rows = [jnp.asarray(rng.integers(0, h + 1, s[0])) for h, s in zip(heights, shapes)]
     values = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
-    found = jax.jit(merge_cuda.merge_each, static_argnums=2)(rows, values, heights)
+    merge = lambda rows, values: merge_cuda.merge_each([*zip(rows, values, heights)])
+    found = jax.jit(merge)(rows, values)
     for k, height in enumerate(heights):
         want = merge_cuda.merge_rows(rows[k], values[k], height)
         chex.assert_trees_all_equal(found[k], want)

@@ -130,10 +130,15 @@ def _one_by_one(merge):
     """The lowering of `merge_rows` that merges each gradient by itself."""
 
     def merge_each(*arrays, heights):
-        rows, values = arrays[: len(heights)], arrays[len(heights) :]
-        return [x for args in zip(rows, values, heights) for x in merge(*args)]
+        return [x for args in _gradients(arrays, heights) for x in merge(*args)]
 
     return merge_each
+
+
+def _gradients(arrays, heights):
+    """The gradients `(rows, values, height)`, from the arguments of the primitive."""
+    rows, values = arrays[: len(heights)], arrays[len(heights) :]
+    return list(zip(rows, values, heights))
 
 
 def _merge_by_sorting(rows, values, height):
@@ -152,8 +157,8 @@ def _merge_by_sorting(rows, values, height):
 
 
 def _merge_on_cuda(*arrays, heights):
-    rows, values = arrays[: len(heights)], arrays[len(heights) :]
-    return [x for out in merge_cuda.merge_each(rows, values, heights) for x in out]
+    merged = merge_cuda.merge_each(_gradients(arrays, heights))
+    return [x for results in merged for x in results]
 
 
 def _merge_by_hashing(rows, values, height):
@@ -394,11 +399,10 @@ def _turns(count: jax.Array, block: int) -> jax.Array:
 
 
 def _merge_types(*arrays, heights):
-    rows, values = arrays[: len(heights)], arrays[len(heights) :]
     types = []
-    for r, v in zip(rows, values):
-        types += [(r.shape, r.dtype), (r.shape, jnp.int32)]
-        types += [(v.shape, v.dtype), ((), jnp.int32)]
+    for rows, values, _ in _gradients(arrays, heights):
+        types += [(rows.shape, rows.dtype), (rows.shape, jnp.int32)]
+        types += [(values.shape, values.dtype), ((), jnp.int32)]
     return types
 
 
