@@ -92,6 +92,14 @@ def _keep_tracebacks_whole():
     os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
 
+def _leave_tracebacks_out_of_programs():
+    """By default each operation is lowered with up to a hundred frames, as a location.
+
+    `explain` finds its lines in jaxprs.
+    """
+    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+
+
 def _write_whole_programs():
     """Two processes compile the same: one must not read half of the other's file."""
     from jax._src import lru_cache  # noqa: TID251  (nothing public writes them)
@@ -124,6 +132,7 @@ _more_threads_than_devices()
 if not _AS_USERS:
     _keep_compiled_programs()
     _keep_tracebacks_whole()
+    _leave_tracebacks_out_of_programs()
     _write_whole_programs()
     _share_contexts()
 
