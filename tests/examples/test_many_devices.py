@@ -19,8 +19,9 @@ pytestmark = [
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    heights = {"user": 3_000, "item": 500, "country": 40}
+    heights = {"user": 1_000, "item": 300, "country": 40}
     monkeypatch.setattr(many_devices, "HEIGHTS", heights)
+    monkeypatch.setattr(many_devices, "BATCH", 512)
 
     def run(*options):
         many_devices.main([str(option) for option in options])
@@ -35,7 +36,7 @@ def _auc(out):
 
 def test_it_learns_and_goes_on_with_half_of_the_devices(run, tmp_path):
     whole = run("--devices", 4, "--steps", 100)
-    assert re.search(r"\['user'\] +float32\[3000,16\] .* row-sharded", whole)
+    assert re.search(r"\['user'\] +float32\[1000,16\] .* row-sharded", whole)
     assert re.search(r"step 100: loss 0\.\d+, [\d,]+ clicks/s", whole)
     found, best = _auc(whole)
     assert best > 0.8 and found > best - 0.15

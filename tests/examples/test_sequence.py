@@ -25,11 +25,11 @@ def test_purchases_are_found(tmp_path, shared_data, capsys):
     columns = [lines[name][:25_000] for name in ("customer", "item")]
     path = tmp_path / "purchases.csv"
     np.savetxt(path, np.stack(columns, 1), "%d", ",", header="who,what", comments="")
-    options = "--length 20 --dim 32 --epochs 7 --lr 8e-3 --negatives 256"
+    options = "--length 10 --dim 32 --epochs 6 --lr 8e-3 --negatives 128"
     sequence.main([str(path), "--columns", "who,what", *options.split()])
     found = capsys.readouterr().out.splitlines()
     assert re.match(r"\d+ users, 2,\d+ items, 2\d,\d+ lines", found[0])
-    assert re.match(r"epoch 7: loss [\d.]+, recall@10 0.\d+, [\d.]+ s", found[-2])
+    assert re.match(r"epoch 6: loss [\d.]+, recall@10 0.\d+, [\d.]+ s", found[-2])
     recall, popular = map(float, re.findall(r"0\.\d+", found[-1]))
     assert popular > 0.04 and recall > 1.5 * popular
 

@@ -23,7 +23,7 @@ RUNS = {
     "step": "--steps adam bag_fixed --rows 1000 --ids 64 --dim 4 --repeats 3",
     "flat": "--steps sgd --rows 300 600 --ids 32 --dim 4 --repeats 2",
     "trace": "--layers 1 --dim 24 --tables 2 --repeats 1",
-    "bag": "--rows 300 --dim 4 --bags 16 --repeats 3 --seconds 0",
+    "bag": "--combiners mean --rows 300 --dim 4 --bags 16 --repeats 3 --seconds 0",
     "segment": "--elements 40 --dim 3 --segments 5 --repeats 3 --reductions sum",
     "sharded": "--devices 2 --rows 301 --dim 4 --ids 40 --repeats 3 --sides ours dense",
     "store": "--rows 301 --dim 4 --ids 128 --repeats 3 --optimizers adagrad",

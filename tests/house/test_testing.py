@@ -123,7 +123,7 @@ def _nnx():
 
 
 MODELS = [
-    _dict, _equinox, _nnx, _linen, _stack, _constants_in_the_tree, _bfloat16,
+    _constants_in_the_tree, _equinox, _nnx, _linen,
     _batches_that_are_tuples, _a_batch_that_is_a_namedtuple,
 ]  # fmt: skip
 

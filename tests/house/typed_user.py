@@ -202,7 +202,7 @@ def recommender() -> None:
         return jnp.mean(optax.sigmoid_binary_cross_entropy(scores, label))
 
     params: Params = {"items": jnp.ones((1000, 4)), "w": jnp.ones(4)}
-    value, grads = sj.value_and_grad(loss)(params, baskets, jnp.ones(3))
+    value, grads = jit(sj.value_and_grad(loss))(params, baskets, jnp.ones(3))
     gradient: sj.SelectedRows = grads["items"]
     print(value, gradient.num_rows())
 
@@ -237,7 +237,7 @@ def layers_and_data(folder: pathlib.Path) -> None:
 
     dataset = sj.data.ArrayDataset([[7, 9], [8], [], [5]], np.arange(4.0))
     loader = sj.data.DataLoader(dataset, 2, shuffle=True, seed=1)
-    step = sj.value_and_grad(loss, (0, 1), tables=(sj.nn.tables(layer), None))
+    step = jit(sj.value_and_grad(loss, (0, 1), tables=(sj.nn.tables(layer), None)))
     for baskets, label in loader:
         value, (table_grads, head_grads) = step(params, head, baskets, label)
         assert_type(value, jax.Array)
@@ -294,7 +294,7 @@ def store_loop() -> None:
 
 
 def exact_training() -> None:
-    tx = sj.optim.exact(optax.adam(0.1))
+    tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
     params: Params = {"table": jnp.ones((100, 2))}
     state = tx.init(params)
 
@@ -353,7 +353,8 @@ def main(folder: pathlib.Path) -> None:
         "rating": jnp.array([1.0, 0.0]),
     }
     training_step()
-    transformations(params, batch, has_aux=True)
+    # Its numbers are of no interest.
+    jax.eval_shape(lambda: transformations(params, batch, has_aux=True))
     selected_rows()
     recommender()
     layers_and_data(folder)
