@@ -1158,11 +1158,10 @@ def _():
     there = lambda eps, c2, read: np.where(read, eps * c2, eps)
     for t, got in enumerate(paddle_adam(of, lambda t: t + 2, there)):
         np.testing.assert_allclose(got, of.weights[t], rtol=1e-5, atol=1e-6)
-    # Ours is the formula of Paddle's kernel for dense gradients; `opt_adam_dense` is
-    # trained on rows.
+    # Ours is the formula of Paddle's kernel for dense gradients.
     one = paddle_adam(of, lambda t: t + 1, lambda eps, c2, read: eps * c2)
-    tx, gradients = bare("optimizer.Adam", **of.hyper), [dense(g) for g in of.gradients]
-    for t, (got, want) in enumerate(zip(train(tx, of.weights0, gradients), one)):
+    tx = run("optimizer.Adam", **of.hyper)
+    for t, (got, want) in enumerate(zip(train(tx, of.weights0, of.gradients), one)):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
         assert np.abs(want - of.weights[t]).max() > 0.01
 
