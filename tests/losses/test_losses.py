@@ -10,7 +10,7 @@ import pytest
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_no_dense, assert_trees_close, slow_but
+from helpers import assert_no_dense, assert_trees_close, slow_but, whole
 from sparsejax.losses import NegativeSamples
 
 
@@ -103,24 +103,24 @@ def test_sampled_losses(name, x64):
 
     def total(params, *batch):
         found = losses(params, *batch)
-        return sum(jnp.sum(jnp.cos(x)) for x in found.values())
+        return sum(jnp.sum(jnp.cos(x)) for x in found.values()), found
 
     tables = {k: k != "inputs" for k in params}
 
     @jax.jit
     def run(*args):
-        grads = sj.grad(total, tables=tables)(*args)
-        return losses(*args), grads, jax.grad(total)(*args)
+        grads, _ = sj.grad(total, tables=tables, has_aux=True)(*args)
+        for key in params.keys() - {"inputs"}:
+            assert isinstance(grads[key], sj.SelectedRows)
+            grads[key] = grads[key].to_dense()
+        return grads, *jax.grad(total, has_aux=True)(*args)
 
-    found, grads, dense = run(params, labels, negatives)
+    grads, dense, found = run(params, labels, negatives)
     for (loss, remove), value in found.items():
         formula = nce_formula if loss == "nce_loss" else softmax_formula
         want = formula(*expected(params, labels, negatives, remove))
         np.testing.assert_allclose(value, want, rtol=1e-12)
         assert value.shape == params["inputs"].shape[:-1]
-    for key in params.keys() - {"inputs"}:
-        assert isinstance(grads[key], sj.SelectedRows)
-        grads[key] = grads[key].to_dense()
     assert_trees_close(grads, dense, atol=1e-12)
 
 
@@ -162,12 +162,14 @@ def test_under_vmap_and_scan(x64):
 
     @jax.jit
     def run(table):
-        return [f(x)(table) for x in (mapped, scanned) for f in (sj.grad, jax.grad)]
+        sparse = [sj.grad(f)(table) for f in (mapped, scanned)]
+        for found in sparse:
+            assert all(isinstance(found[key], sj.SelectedRows) for key in table)
+        dense = [{k: x.to_dense() for k, x in found.items()} for found in sparse]
+        return dense, jax.grad(mapped)(table)
 
-    of_vmap, dense, of_scan, _ = run(table)
-    for found in (of_vmap, of_scan):
-        assert all(isinstance(found[key], sj.SelectedRows) for key in table)
-        found = {key: found[key].to_dense() for key in table}
+    of_each, dense = run(table)
+    for found in of_each:
         assert_trees_close(found, dense, atol=1e-12)
 
 
@@ -216,13 +218,14 @@ def test_of_sharded_tables():
         args = p["table"], params["inputs"], labels, negatives
         return L.sampled_softmax_loss(*args, bias=p["bias"]).sum()
 
-    whole = {k: params[k] for k in ("table", "bias")}
-    sharded = {k: sj.parallel.shard_rows(x, mesh, "x") for k, x in whole.items()}
+    tables = {k: params[k] for k in ("table", "bias")}
+    sharded = {k: sj.parallel.shard_rows(x, mesh, "x") for k, x in tables.items()}
     value, grads = jax.jit(sj.value_and_grad(total))(sharded)
-    want, dense = jax.jit(jax.value_and_grad(total))(whole)
+    want, dense = jax.jit(jax.value_and_grad(total))(tables)
     np.testing.assert_allclose(value, want, rtol=1e-5)
-    for key in whole:
-        np.testing.assert_allclose(grads[key].to_dense(), dense[key], atol=1e-5)
+    grads = whole(grads)
+    for key in tables:
+        np.testing.assert_allclose(grads[key], dense[key], atol=1e-5)
 
 
 # ------------------------------------------------------------------ in the batch
@@ -281,9 +284,13 @@ def test_two_towers_have_sparse_gradients(x64):
         losses += L.bpr_loss(*pairs) + L.margin_ranking_loss(*pairs)
         return jnp.sum(losses + L.self_adversarial_loss(*pairs))
 
-    grads, dense = jax.jit(lambda p: (sj.grad(total)(p), jax.grad(total)(p)))(params)
-    assert all(isinstance(g, sj.SelectedRows) for g in grads.values())
-    grads = {k: g.to_dense() for k, g in grads.items()}
+    @jax.jit
+    def run(params):
+        grads = sj.grad(total)(params)
+        assert all(isinstance(g, sj.SelectedRows) for g in grads.values())
+        return {k: g.to_dense() for k, g in grads.items()}, jax.grad(total)(params)
+
+    grads, dense = run(params)
     assert_trees_close(grads, dense, atol=1e-12)
 
 

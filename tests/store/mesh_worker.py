@@ -5,6 +5,7 @@ test imports the model and the batches from here.
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 
 
 if __name__ == "__main__":  # before JAX is imported
-    flags = "--xla_force_host_platform_device_count=2"
-    os.environ["XLA_FLAGS"] = f"{flags} --xla_backend_optimization_level=0"
+    # Those of the tests, with fewer devices.
+    os.environ["XLA_FLAGS"] = os.environ["XLA_FLAGS"].replace("count=8", "count=2")
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -45,9 +46,14 @@ def batches():
         yield ids, rng.normal(size=BATCH).astype(np.float32)
 
 
+@functools.cache
 def transformation():
     """A transformation that depends on the count of steps, in each process."""
     return optax.adam(optax.exponential_decay(0.1, 1, 0.5))
+
+
+# One object for all stores, so that its programs are compiled once.
+ADAGRAD = optax.adagrad(0.1)
 
 
 def make_mesh():
@@ -103,7 +109,7 @@ def make_trainer(store):
         store,
         lambda outputs, batch: jnp.mean((outputs - batch[1]) ** 2),
         optax.sgd(0.1),
-        table_tx=optax.adagrad(0.1),
+        table_tx=ADAGRAD,
         inputs=lambda batch: batch[0],
         params={"item": {}, "w": np.ones(WIDTH, np.float32)},
         key=3,
@@ -120,7 +126,7 @@ def train_with_trainer(store, share=lambda batch: batch):
 
 def train_with_step(store, share=lambda batch: batch):
     """Losses, table and dense parameters after a few steps of `store.train_step`."""
-    store.init("item", initial(), optax.adagrad(0.1))
+    store.init("item", initial(), ADAGRAD)
 
     def loss_fn(params, batch):
         outputs = params["item"][batch[0]] @ params["w"]

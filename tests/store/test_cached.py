@@ -158,9 +158,9 @@ def test_the_bits_of_the_whole_table(tx, slots, depth):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tx", "depth"), [("adagrad", 1), ("adam", 2)])
-def test_the_bits_of_the_whole_table_after_500_steps(tx, depth):
+def test_the_bits_of_the_whole_table_after_200_steps(tx, depth):
     """With hardly more slots than the distinct rows of a step."""
-    check_equal(tx, BATCH + depth, depth, 500)
+    check_equal(tx, BATCH + depth, depth, 200)
 
 
 def test_rows_that_leave_and_come_up_again_at_once():

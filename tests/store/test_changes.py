@@ -19,7 +19,8 @@ from sparsejax.store import _changes, _table
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 300, 4
-TX = optax.adam(0.1)
+# One object for all stores, so that its programs are compiled once.
+TX, NARROW_TX = optax.adam(0.1), sj.optim.rowwise_adagrad(0.1)
 NORMAL = jax.nn.initializers.normal(0.1)
 ARRAY = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
 
@@ -28,7 +29,7 @@ def new_store(tx: Any = TX, seed=1, path=None):
     store = sj.store.KVStore()
     store.init("lazy", (V, D), tx, initializer=NORMAL, key=seed, path=path)
     store.init("given", ARRAY, tx)
-    narrow = None if tx is None else sj.optim.rowwise_adagrad(0.1)
+    narrow = None if tx is None else NARROW_TX
     store.init("narrow", (V,), narrow, dtype=jnp.bfloat16)
     return store
 

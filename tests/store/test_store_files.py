@@ -23,7 +23,8 @@ from sparsejax.store import _format, _memory, _saving
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 300, 4
-TX = optax.adam(0.1)
+# One object for all stores, so that its programs are compiled once.
+TX, NARROW_TX = optax.adam(0.1), sj.optim.rowwise_adagrad(0.1)
 NORMAL = jax.nn.initializers.normal(0.1)
 ARRAY = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
 
@@ -32,7 +33,7 @@ def new_store(tx=TX, seed=1, path=None):
     store = sj.store.KVStore()
     store.init("lazy", (V, D), tx, initializer=NORMAL, key=seed, path=path)
     store.init("given", ARRAY, None)
-    store.init("narrow", (V,), sj.optim.rowwise_adagrad(0.1), dtype=jnp.bfloat16)
+    store.init("narrow", (V,), NARROW_TX, dtype=jnp.bfloat16)
     return store
 
 

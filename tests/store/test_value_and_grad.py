@@ -25,6 +25,8 @@ from test_store import TRANSFORMATIONS
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N = 200, 4, 12
+# One object for all stores, so that its programs are compiled once.
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 
 
 def weights(seed=0, shape=(V, D)):
@@ -32,7 +34,7 @@ def weights(seed=0, shape=(V, D)):
 
 
 def make_store(tx=None, mesh=None):
-    tx = optax.sgd(0.1) if tx is None else tx
+    tx = SGD if tx is None else tx
     store = sj.store.KVStore(mesh)
     store.init("items", weights(0), tx)
     store.init("users", weights(1), tx)
@@ -41,7 +43,7 @@ def make_store(tx=None, mesh=None):
 
 def arrays():
     """The parameters in memory."""
-    w = jnp.linspace(-1, 1, D)
+    w = jnp.array(np.linspace(-1, 1, D, dtype=np.float32))
     return {"items": jnp.array(weights(0)), "users": jnp.array(weights(1)), "w": w}
 
 
@@ -147,7 +149,15 @@ def loss_of(names):
 
 def to_dense(grads):
     is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    dense = lambda x: x.to_dense() if is_rows(x) else x
+
+    def dense(x):
+        if not is_rows(x):
+            return x
+        table, rows = np.zeros(x.shape, x.dtype), np.asarray(x.rows)
+        filled = rows < x.height
+        np.add.at(table, rows[filled], np.asarray(x.values)[filled])
+        return table
+
     return jax.tree.map(dense, grads, is_leaf=is_rows)
 
 
@@ -179,7 +189,7 @@ def simple(params, batch):
 def train_in_memory(tx, dense_tx, loss, steps=4):
     """Losses and parameters of the same training with the tables on the device."""
     params = arrays()
-    lifted = {"items": sj.optim.lazy(tx()), "users": sj.optim.lazy(tx())}
+    lifted = dict.fromkeys(("items", "users"), sj.optim.lazy(tx))
     state = {name: t.init(params[name]) for name, t in lifted.items()}
     dense = dense_tx.init(params["w"])
     tables = {"items": True, "users": True, "w": False}
@@ -200,13 +210,11 @@ def train_in_memory(tx, dense_tx, loss, steps=4):
     return losses, params
 
 
-@pytest.mark.parametrize("name", ["adam", "ftrl", "rowwise_adagrad"])
+@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
 def test_training_equals_training_in_memory(name):
-    tx, dense_tx = TRANSFORMATIONS[name], optax.adam(0.01)
+    tx, dense_tx = TRANSFORMATIONS[name](), optax.adam(0.01)
     want, expected = train_in_memory(tx, dense_tx, simple)
-    store = sj.store.KVStore()
-    store.init("items", weights(0), tx())
-    store.init("users", weights(1), tx())
+    store = make_store(tx)
     step = store.train_step(simple, dense_tx)
     params = with_tables(store, arrays())
     state, losses = dense_tx.init(params), []
@@ -223,7 +231,7 @@ def test_training_equals_training_in_memory(name):
 
 def test_prefetch_has_the_same_bits():
     def train(early, depth=1):
-        store = make_store(optax.adam(0.1))
+        store = make_store(ADAM)
         step = store.train_step(simple, optax.adam(0.01))
         params = with_tables(store, arrays())
         state = optax.adam(0.01).init(params)
@@ -236,7 +244,7 @@ def test_prefetch_has_the_same_bits():
         return params["w"], store.pull_all("items"), store.pull_all("users")
 
     want = train(False)
-    for depth in (0, 1, 3):
+    for depth in (0, 3):
         jax.tree.map(assert_same_bits, train(True, depth), want)
 
 
@@ -246,7 +254,7 @@ def test_the_gradient_of_value_and_grad_is_pushed():
     _, grads = store.value_and_grad(simple)(with_tables(store, params), batch)
     for name in ("items", "users"):
         store.push(name, grads[name])
-    expected = jax.grad(simple)(params, batch)
+    expected = jax.jit(jax.grad(simple))(params, batch)
     want = params["items"] - 0.1 * expected["items"]
     assert_trees_close(store.pull_all("items"), want, rtol=1e-5, atol=1e-6)
 
@@ -265,11 +273,10 @@ def test_aux_and_argnums():
     run = store.value_and_grad(loss, (1, 0), has_aux=True)
     (value, aux), grads = run(params["w"], with_tables(store, {}), batch, power=2)
     dense = functools.partial(loss, power=2)
-    (want, _), (of_tables, of_w) = jax.value_and_grad(dense, (1, 0), has_aux=True)(
-        params["w"], params, batch
-    )
+    find = jax.jit(jax.value_and_grad(dense, (1, 0), has_aux=True))
+    (want, _), (of_tables, of_w) = find(params["w"], params, batch)
     assert aux["n"] == 4 and aux["rows"].shape == (N,)
-    assert_trees_close(aux["other"], params["items"][batch["user"]])
+    assert_trees_close(aux["other"], weights(0)[np.asarray(batch["user"])])
     assert_trees_close(value, want, rtol=1e-5)
     assert_trees_close(grads[1], of_w, rtol=1e-5)
     assert_trees_close(to_dense(grads[0]["items"]), of_tables["items"], rtol=1e-4)
@@ -291,10 +298,10 @@ def test_a_table_in_several_places():
     before = store.stats()["items"].pulls
     _, grads = store.value_and_grad(loss)(params, batch)
     assert store.stats()["items"].pulls == before + 1
-    want = jax.grad(loss)({"in": table, "out": table}, batch)
+    want = jax.jit(jax.grad(loss))({"in": table, "out": table}, batch)
     assert_trees_close(to_dense(grads), want, rtol=1e-4, atol=1e-6)
-    step = store.train_step(loss, optax.sgd(0.1))
-    step(params, optax.sgd(0.1).init(params), batch)
+    step = store.train_step(loss, SGD)
+    step(params, SGD.init(params), batch)
     want = table - 0.1 * (want["in"] + want["out"])
     assert_trees_close(store.pull_all("items"), want, rtol=1e-5, atol=1e-6)
     assert store.stats()["items"].pushes == 1
@@ -303,7 +310,7 @@ def test_a_table_in_several_places():
 @pytest.mark.parametrize("reads", ["none", "twice"])
 def test_a_step_without_rows_of_a_table_and_with_it_in_two_places(reads):
     """Each push is one step of the optimizer, so Adam counts as in memory."""
-    tx, dense = optax.adam(0.1), optax.sgd(0.1)
+    tx, dense = ADAM, SGD
     store, arrays_ = make_store(tx), arrays()
     params = {"a": arrays_["items"], "b": arrays_["items"], "w": arrays_["w"] + 0}
     tables = {"a": store["items"], "b": store["items"], "w": arrays_["w"]}
@@ -318,17 +325,22 @@ def test_a_step_without_rows_of_a_table_and_with_it_in_two_places(reads):
     step, state = store.train_step(loss, dense), dense.init(tables)
     lazy = sj.optim.lazy(tx)
     of_table = lazy.init(params["a"])
-    for seed in range(3):
-        batch = make_batch(seed)
-        tables, state, value = step(tables, state, batch)
-        want, grads = sj.value_and_grad(loss, tables={"a": True, "b": True, "w": None})(
-            params, batch
-        )
-        np.testing.assert_allclose(value, want, rtol=1e-5)
+
+    @jax.jit
+    def step_in_memory(params, of_table, batch):
+        kinds = {"a": True, "b": True, "w": None}
+        want, grads = sj.value_and_grad(loss, tables=kinds)(params, batch)
         both = sj.concatenate([grads["a"], grads["b"]])
         updates, of_table = lazy.update(both, of_table, params["a"])
         table = optax.apply_updates(params["a"], updates)
-        params = {"a": table, "b": table, "w": params["w"] - 0.1 * grads["w"]}
+        w = params["w"] - 0.1 * grads["w"]
+        return {"a": table, "b": table, "w": w}, of_table, want
+
+    for seed in range(3):
+        batch = make_batch(seed)
+        tables, state, value = step(tables, state, batch)
+        params, of_table, want = step_in_memory(params, of_table, batch)
+        np.testing.assert_allclose(value, want, rtol=1e-5)
     assert_trees_close(store.pull_all("items"), params["a"], rtol=1e-5, atol=1e-6)
     assert store.stats()["items"].pushes == 3
 
@@ -342,14 +354,14 @@ def test_frozen_tables_and_tables_on_the_device():
         rows = params["small"][batch["user"]] * params["items"][batch["item"]]
         return jnp.mean(rows**2 * kind[:, None])
 
-    tx = sj.optim.lazy(optax.sgd(0.1))
+    tx = sj.optim.lazy(SGD)
     params = {"items": store["items"], "kinds": store["kinds"], "small": small}
     step = store.train_step(loss, tx, tables=lambda path, leaf: True, donate=False)
     state, batch = tx.init(params), make_batch()
     new, state, _ = step(params, state, batch)
     memory = {"small": small, "items": jnp.array(weights(0))}
-    kinds = jnp.arange(V) % 7
-    of = jax.grad(lambda p, b: loss({**p, "kinds": kinds}, b))(memory, batch)
+    kinds = np.arange(V, dtype=np.int32) % 7
+    of = jax.jit(jax.grad(lambda p, b: loss({**p, "kinds": kinds}, b)))(memory, batch)
     assert_trees_close(new["small"], small - 0.1 * of["small"], rtol=1e-5, atol=1e-6)
     want = memory["items"] - 0.1 * of["items"]
     assert_trees_close(store.pull_all("items"), want, rtol=1e-5, atol=1e-6)
@@ -369,10 +381,11 @@ def test_ids_of_numpy(dtype):
     read = lambda params, ids: jnp.sum(sj.lookup(params["items"], ids, mode="zero"))
     ids = np.array([7, 3, 7, 199], dtype)
     wide = np.array([7, 3, 2**40 + 1, -5]) if dtype == np.int64 else ids
+    find = store.value_and_grad(read)
     for some in (ids, wide):
-        value, grads = store.value_and_grad(read)(with_tables(store, params), some)
+        value, grads = find(with_tables(store, params), some)
         good = [int(i) for i in some if 0 <= i < V]
-        assert_trees_close(value, params["items"][np.array(good)].sum(), rtol=1e-5)
+        assert_trees_close(value, weights(0)[good].sum(), rtol=1e-5)
         rows = np.asarray(grads["items"].rows)
         assert sorted(set(good)) == rows[rows < V].tolist()
 
@@ -386,8 +399,8 @@ def test_new_ids_do_not_compile_again():
         run(params, make_batch(seed))
     # Once for the ids, once for the step; the few distinct rows of another batch fit.
     assert counted.count == 2
-    step = store.train_step(simple, optax.sgd(0.1))
-    state = optax.sgd(0.1).init(params)
+    step = store.train_step(simple, SGD)
+    state = SGD.init(params)
     for seed in range(5):
         params, state, _ = step(params, state, make_batch(seed))
     assert step.compilations == 1
@@ -404,17 +417,17 @@ def test_capacity_is_measured_and_grows():
         sizes.append(grads["items"].capacity)
         want = np.zeros((V, D), np.float32)
         np.add.at(want, np.asarray(ids), 2 * weights(0)[np.asarray(ids)])
-        assert_trees_close(grads["items"].to_dense(), want, rtol=1e-5)
+        assert_trees_close(to_dense(grads["items"]), want, rtol=1e-5)
     assert sizes == [8, 11, 64, 64, 100]  # never more than the number of ids
 
 
 def test_overflow_changes_nothing():
-    store = make_store(optax.adam(0.1))
+    store = make_store(ADAM)
     params = with_tables(store, arrays())
     before = {name: store.pull_all(name) for name in ("items", "users")}
-    step = store.train_step(simple, optax.sgd(0.1), capacity={"users": 4})
+    step = store.train_step(simple, SGD, capacity={"users": 4})
     with pytest.raises(ValueError, match=r"'users' do not fit in capacity=4"):
-        step(params, optax.sgd(0.1).init(params), make_batch())
+        step(params, SGD.init(params), make_batch())
     assert not params["w"].is_deleted()
     for name, table in before.items():
         assert_same_bits(store.pull_all(name), table)
@@ -429,25 +442,52 @@ def test_overflow_changes_nothing():
 # ------------------------------------------------------------------ a cache
 
 
-def cached_transformation():
-    """For the table and all other parameters, so that the cache finds its state."""
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.05))
+# For the table and all other parameters, so that the cache finds its state.
+CACHED_TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.05))
 
 
-@pytest.mark.parametrize("slots, early", [(V, False), (20, True), (20, False)])
-def test_cached_tables_are_trained_as_in_memory(slots, early):
+def cached_batches():
+    return [make_batch(seed) for seed in range(4)]
+
+
+@functools.cache
+def train_cached_in_memory():
+    """The losses and parameters of `test_cached_tables_are_trained_as_in_memory`."""
+    tx, users = sj.optim.lazy(CACHED_TX), sj.optim.lazy(SGD)
+    mine = arrays()
+    theirs = mine.pop("users")
+    state, other = tx.init(mine), users.init(theirs)
+    tables = ({"items": True, "w": False}, True)
+    run = lambda m, t, b: simple({**m, "users": t}, b)
+
+    @jax.jit
+    def step(mine, state, theirs, other, batch):
+        loss, grads = sj.value_and_grad(run, (0, 1), tables=tables)(mine, theirs, batch)
+        updates, state = tx.update(grads[0], state, mine)
+        mine = optax.apply_updates(mine, updates)
+        updates, other = users.update(grads[1], other, theirs)
+        return mine, state, optax.apply_updates(theirs, updates), other, loss
+
+    losses = []
+    for batch in cached_batches():
+        mine, state, theirs, other, loss = step(mine, state, theirs, other, batch)
+        losses.append(loss)
+    return losses, mine, theirs
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_cached_tables_are_trained_as_in_memory(early):
     """By ids, with one table in a cache and one that is pulled."""
-    tx = sj.optim.lazy(cached_transformation())
+    tx = sj.optim.lazy(CACHED_TX)
     store = sj.store.KVStore()
-    store.init("items", weights(0), cached_transformation())
-    store.init("users", weights(1), optax.sgd(0.1))
-    cache = sj.store.CachedTable(store, "items", slots=slots)
+    store.init("items", weights(0), CACHED_TX)
+    store.init("users", weights(1), SGD)
+    cache = sj.store.CachedTable(store, "items", slots=20)
     params = {**with_tables(store, arrays()), "items": cache.table}
     assert params["items"].shape == (V, D) and params["items"].dtype == np.float32
     state = cache.attach(tx, params)
     step = store.train_step(simple, tx)
-    batches = [make_batch(seed) for seed in range(4)]
-    found = []
+    batches, found = cached_batches(), []
     with_rows = (
         step.prefetch(params, batches) if early else ((b, None) for b in batches)
     )
@@ -457,19 +497,8 @@ def test_cached_tables_are_trained_as_in_memory(slots, early):
     assert step.compilations == 1 and cache.stats().hits > 0
     cache.flush(params, state)
 
-    memory, users = arrays(), sj.optim.lazy(optax.sgd(0.1))
-    mine: Any = {"items": memory["items"], "w": memory["w"]}
-    theirs: Any = memory["users"]
-    state, other = tx.init(mine), users.init(theirs)
-    tables = ({"items": True, "w": False}, True)
-    for batch, loss in zip(batches, found):
-        run = lambda m, t, b: simple({**m, "users": t}, b)
-        want, grads = sj.value_and_grad(run, (0, 1), tables=tables)(mine, theirs, batch)
-        assert_trees_close(loss, want, rtol=1e-5)
-        updates, state = tx.update(grads[0], state, mine)
-        mine = optax.apply_updates(mine, updates)
-        updates, other = users.update(grads[1], other, theirs)
-        theirs = optax.apply_updates(theirs, updates)
+    losses, mine, theirs = train_cached_in_memory()
+    assert_trees_close(found, losses, rtol=1e-5)
     assert_trees_close(store.pull_all("items"), mine["items"], rtol=1e-4, atol=1e-6)
     assert_trees_close(store.pull_all("users"), theirs, rtol=1e-4, atol=1e-6)
     assert_trees_close(params["w"], mine["w"], rtol=1e-4)
@@ -483,7 +512,7 @@ def test_cached_tables_are_refused_where_rows_cannot_move():
         store.value_and_grad(simple)(params, make_batch())
     with pytest.raises(TypeError, match="used where an array is needed"):
         np.asarray(params["items"])
-    tx = sj.optim.lazy(optax.sgd(0.1))
+    tx = sj.optim.lazy(SGD)
     state = cache.attach(tx, params)
     before = store.pull_all("users")
     with pytest.raises(ValueError, match="5"):  # more rows than slots
@@ -514,9 +543,9 @@ def test_a_second_hop_names_both_reads():
     with pytest.raises(ValueError, match="depend on rows of table 'next'"):
         store.forward(hop)(params, make_batch())
     # Rows of an array on the device may decide.
-    links = jnp.arange(V)[::-1]
-    ids = make_batch()["item"]
-    two = store.forward(lambda p, i: p["items"][links[i]])(params, ids)
+    links = np.arange(V)[::-1]
+    ids, on_device = make_batch()["item"], jnp.asarray(links)
+    two = store.forward(lambda p, i: p["items"][on_device[i]])(params, ids)
     assert_same_bits(two, weights(0)[links[ids]])
 
 
@@ -546,7 +575,7 @@ def test_ids_that_depend_on_parameters():
     params = {"items": store["items"], "w": jnp.full(1, 2.0)}
     value, _ = store.value_and_grad(loss)(params, jnp.array([1, 5]))
     assert_trees_close(value, weights(0)[[3, 7]].sum(), rtol=1e-5)
-    step = store.train_step(loss, optax.sgd(0.1))
+    step = store.train_step(loss, SGD)
     with pytest.raises(ValueError, match=r"params\['w'\]"):
         next(step.prefetch(params, [jnp.array([1, 5])]))
 
@@ -564,7 +593,7 @@ def test_refusals():
     with pytest.raises(TypeError, match="must not close over it"):
         run(with_tables(store, params), make_batch())
         store.forward(lambda p: closed_over[jnp.array([1])])(with_tables(store, {}))
-    step = store.train_step(simple, optax.sgd(0.1))
+    step = store.train_step(simple, SGD)
     with pytest.raises(ValueError, match="rows must be the rows of this batch"):
         step(with_tables(store, params), (), make_batch(), {"items": 0})
 
@@ -598,7 +627,7 @@ def test_on_a_mesh():
     ]
 
     def train(store, place, everywhere):
-        tx = optax.adam(0.1)
+        tx = ADAM
         params = with_tables(store, everywhere(arrays()))
         step, state = store.train_step(simple, tx), tx.init(params)
         for batch, rows in step.prefetch(params, map(place, batches)):
@@ -620,13 +649,16 @@ def towers_loss(score, batch):
     return jnp.mean((score - batch["weight"]) ** 2)
 
 
+FRAMEWORK_TX = optax.adam(0.05)
+
+
 def assert_trains_as_in_memory(store, loss, in_memory, on_store, tables):
     """Trains some steps by Adam in the store and on the device.
 
     Args:
       tables: takes a tree of parameters and returns {name: table}.
     """
-    tx = optax.adam(0.05)
+    tx = FRAMEWORK_TX
     lazy = sj.optim.lazy(tx)
     # The step donates arrays that the two may share.
     in_memory = jax.tree.map(jnp.copy, in_memory)
@@ -651,10 +683,18 @@ def assert_trains_as_in_memory(store, loss, in_memory, on_store, tables):
     assert {t.name for t in tables(on_store).values()} == {"items", "users"}
 
 
+def drawn(specs):
+    """The tree with random numbers in place of abstract arrays."""
+    rng = np.random.default_rng(0)
+    is_abstract = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    draw = lambda x: jnp.array(rng.normal(0, 0.5, x.shape), x.dtype)
+    return jax.tree.map(lambda x: draw(x) if is_abstract(x) else x, specs)
+
+
 def store_with(tables):
     store = sj.store.KVStore()
     for name, table in tables.items():
-        store.init(name, np.asarray(table), optax.adam(0.05))
+        store.init(name, np.asarray(table), FRAMEWORK_TX)
     return store
 
 
@@ -671,7 +711,8 @@ def test_linen():
             return linen.Dense(1)(jnp.tanh(linen.Dense(8)(both)))[:, 0]
 
     model = Model()
-    params = model.init(jax.random.key(0), make_batch())
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), make_batch()))
+    params = drawn(params)
     tables = lambda p: {n: p["params"][n]["embedding"] for n in ("items", "users")}
     store = store_with(tables(params))
     on_store = copy.deepcopy(jax.tree.map(jnp.copy, params))
@@ -730,7 +771,7 @@ def test_equinox(order):
         def __call__(self, user, item):
             return self.top(jnp.concatenate([self.users(user), self.items(item)]))
 
-    model = Model(jax.random.key(0))
+    model = drawn(eqx.filter_eval_shape(lambda: Model(jax.random.key(0))))
     tables = lambda m: {"items": m.items.weight, "users": m.users.weight}
     store = store_with(tables(model))
     where = lambda m: (m.users.weight, m.items.weight)
@@ -757,6 +798,6 @@ def test_equinox(order):
         return
     # As an argument or closed over, the static half may keep the tables.
     value, _ = store.value_and_grad(loss)(on_store, make_batch(), static)
-    assert_trees_close(value, loss(in_memory, make_batch(), static), rtol=1e-5)
     half = lambda params, batch: loss(params, batch, static)
+    assert_trees_close(value, jax.jit(half)(in_memory, make_batch()), rtol=1e-5)
     assert_trains_as_in_memory(store, half, in_memory, on_store, tables)
