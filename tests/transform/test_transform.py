@@ -81,14 +81,17 @@ def _eager(name):
 
 
 @functools.cache
+def _sparse(name):
+    """`sj.value_and_grad` of a program, traced once for all tests of it."""
+    return jax.jit(sj.value_and_grad(PROGRAMS[name], (0, 1)))
+
+
+@functools.cache
 def _compiled(name):
     """Values and gradients of a program by sparsejax and by JAX."""
-    fun, args = PROGRAMS[name], arguments(dtype=jnp.float64)
-    both = lambda *args: (
-        sj.value_and_grad(fun, (0, 1))(*args),
-        jax.value_and_grad(fun, (0, 1))(*args),
-    )
-    return jax.jit(both)(*args)
+    dense = jax.value_and_grad(PROGRAMS[name], (0, 1))
+    both = lambda *args: (_sparse(name)(*args), dense(*args))
+    return jax.jit(both)(*arguments(dtype=jnp.float64))
 
 
 @functools.cache
@@ -178,11 +181,10 @@ def test_second_order(name, x64):
 
 @pytest.mark.window
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_no_array_of_the_tables_size(name):
+def test_no_array_of_the_tables_size(name, x64):
     if name in MAKES_TABLES:
         pytest.skip(MAKES_TABLES[name])
-    args = arguments()
-    assert_no_dense(sj.value_and_grad(PROGRAMS[name], (0, 1)), *args)
+    assert_no_dense(_sparse(name), *arguments(dtype=jnp.float64))
 
 
 # Programs that themselves compute something of the table's size beside the reads.
