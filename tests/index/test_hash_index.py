@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import pickle
+from typing import Any
 
 import hypothesis
 import jax
@@ -118,11 +119,14 @@ def test_two_full_buckets_refuse_and_count():
     assert int(index.num_refused) == 8 and int(index.num_keys) == 16
 
 
+ADMITTING: dict[str, Any] = dict(key_bits=64, policy="lfu", admit_after=3)
+
+
 @pytest.mark.slow
 def test_admission_after_k_sightings():
     """In calls, not in occurrences; as exactly as a dict while keys are few."""
-    model = Model(16, admit_after=3)
-    index = sj.HashIndex.create(16, admit_after=3)
+    index = sj.HashIndex.create(16, **ADMITTING)
+    model = Model(16, "lfu", admit_after=3)
     rng = np.random.default_rng(0)
     for step in range(20):
         index = check_step(index, model, rng.integers(0, 24, 8).tolist(), step)
@@ -134,22 +138,13 @@ def test_admission_after_k_sightings():
 def test_old_sightings_fade():
     """Keys seen once each, many times as many as columns, are not admitted for that."""
     index = sj.HashIndex.create(1024, admit_after=2, max_evictions=0)
+    keys = np.arange(12 * 512, dtype=np.int32).reshape(12, 512)
     for step in range(12):
-        keys = jnp.arange(step * 512, (step + 1) * 512)
-        index, _, _ = insert(index, keys, step)
+        index, _, _ = insert(index, keys[step], step)
     # Of 6,144 keys seen once, those that the sketch takes for another.
     assert int(index.num_keys) < 900
-    index, rows, _ = insert(index, keys, 12)
-    assert int(index.num_refused) + int(jnp.sum(rows < 1024)) >= 512
-
-
-@pytest.mark.slow
-def test_frequent_keys_stay_under_lfu_and_recent_ones_under_lru():
-    for policy, kept in (("lru", 9), ("lfu", 7)):
-        index = sj.HashIndex.create(2, policy=policy)
-        for step, key in enumerate([7, 7, 7, 9, 4]):
-            index, _, _ = index.insert(jnp.array([key]), step)
-        assert sorted(index.items()[0].tolist()) == sorted([4, kept])
+    index, rows, _ = insert(index, keys[-1], 12)
+    assert int(index.num_refused) + np.sum(np.asarray(rows) < 1024) >= 512
 
 
 # ------------------------------------------------------------------ the batch
@@ -220,9 +215,9 @@ def test_steps_of_any_size(first):
 
 def test_steps_of_64_bits_under_x64(x64):
     index = sj.HashIndex.create(2)
-    for keys, step in ([7, 9], np.int64(NOW)), ([7], NOW + 2**32), ([4], NOW + 2**33):
-        index, _, evicted = insert(index, jnp.array(keys, jnp.int32), step)
-    assert evicted.tolist() == [1]
+    for keys, more in ([7, 9], 0), ([7, 7], 2**32), ([4, 4], 2**33):
+        index, _, evicted = insert(index, np.int32(keys), np.int64(NOW + more))
+    assert evicted.tolist() == [1, 2]
 
 
 def test_no_keys_at_all():
@@ -236,12 +231,13 @@ def test_no_keys_at_all():
 def test_max_evictions_and_window():
     """A call evicts at most that many, only from the window, and moves the window."""
     index = sj.HashIndex.create(12, max_evictions=2, window=4)
-    for keys in jnp.arange(12).reshape(4, 3):
+    for keys in np.arange(12, dtype=np.int32).reshape(4, 3):
         index, _, _ = insert(index, keys, 0)
     windows = []
     for step in range(1, 5):
-        index, rows, evicted = insert(index, jnp.arange(3) + 100 * step, step)
-        assert evicted.shape == (2,) and int(jnp.sum(rows == 12)) == 1
+        keys = np.arange(3, dtype=np.int32) + 100 * step
+        index, rows, evicted = insert(index, keys, step)
+        assert evicted.shape == (2,) and rows.tolist().count(12) == 1
         windows.append(evicted.tolist())
     assert windows == [[0, 1], [4, 5], [8, 9], [2, 3]]
     assert int(index.num_evicted) == 8 and int(index.num_refused) == 4
@@ -334,7 +330,7 @@ def test_in_place():
 @pytest.mark.slow
 def test_in_a_scan_and_under_vmap():
     keys = np.random.default_rng(0).integers(0, 40, (2, 6, 8))
-    batches = words(keys, 64)
+    batches = sj.HashIndex.split_keys(keys)
 
     def body(index, given):
         index, rows, evicted = index.insert(*given)
@@ -344,7 +340,7 @@ def test_in_a_scan_and_under_vmap():
         index = sj.HashIndex.create(ROWS, key_bits=64)
         return lax.scan(body, index, (batches, jnp.arange(6)))
 
-    indexes, (rows, evicted) = jax.jit(jax.vmap(run))(batches)
+    indexes, (rows, evicted) = jax.device_get(jax.jit(jax.vmap(run))(batches))
     assert "2 x 20 rows" in repr(indexes) and indexes.num_evicted.all()
     for k in range(2):
         looped = sj.HashIndex.create(ROWS, key_bits=64)
@@ -362,7 +358,7 @@ def test_one_index_for_each_device_in_a_shard_map():
     beyond = devices * rows_each
     mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
     one = sj.HashIndex.create(rows_each)
-    indexes = jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, *x.shape)), one)
+    indexes = jax.tree.map(lambda x: np.stack([x] * devices), one)
 
     def body(index, given):
         step, keys = given
@@ -405,6 +401,7 @@ def test_one_index_for_each_device_in_a_shard_map():
             given = evicted[device, step].tolist()
             assert given == gone + [rows_each] * (len(given) - len(gone))
     assert sum(model.evicted for model in models) > 20
+    indexes = jax.device_get(indexes)
     local = lambda device: jax.tree.map(lambda x: x[device], indexes)
     for device, model in enumerate(models):
         check_state(local(device), model, [1, 2])
@@ -414,9 +411,9 @@ def test_one_index_for_each_device_in_a_shard_map():
 
 
 def _filled():
-    index = sj.HashIndex.create(8, key_bits=64, admit_after=2, policy="lfu")
-    for step in range(3):
-        index, _, _ = insert(index, words(range(6), 64), step)
+    index = sj.HashIndex.create(16, **ADMITTING)
+    for step in range(4):
+        index, _, _ = insert(index, words(range(8), 64), np.int32(step))
     return index
 
 
@@ -430,8 +427,8 @@ def test_leaves_are_saved_and_restored(tmp_path):
     for other in (restored, pickle.loads(pickle.dumps(index))):
         jax.tree.map(assert_same_bits, other, index)
         assert other.policy == "lfu" and repr(other) == repr(index)
-        other, rows, _ = insert(other, words(range(3, 9), 64), 3)
-        assert rows.tolist() == [3, 4, 5, 8, 8, 8]
+        other, rows, _ = insert(other, words(range(4, 12), 64), np.int32(4))
+        assert rows.tolist() == [4, 5, 6, 7, 16, 16, 16, 16]
 
 
 @pytest.mark.slow
@@ -439,7 +436,7 @@ def test_leaves_are_saved_and_restored(tmp_path):
 def test_orbax(tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
     index = _filled()
-    empty = sj.HashIndex.create(8, key_bits=64, admit_after=2, policy="lfu")
+    empty = sj.HashIndex.create(16, **ADMITTING)
     with checkpoint.StandardCheckpointer() as saver:
         saver.save(tmp_path / "index", index)
         saver.wait_until_finished()

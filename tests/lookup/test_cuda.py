@@ -40,11 +40,15 @@ def test_merges_several_as_one_by_one():
     shapes = [(30, 3), (30, 3), (12, 3), (30, 3)]
     rows = [jnp.asarray(rng.integers(0, h + 1, s[0])) for h, s in zip(heights, shapes)]
     values = [jnp.asarray(rng.standard_normal(s), jnp.float32) for s in shapes]
-    merge = lambda rows, values: merge_cuda.merge_each([*zip(rows, values, heights)])
-    found = jax.jit(merge)(rows, values)
-    for k, height in enumerate(heights):
-        want = merge_cuda.merge_rows(rows[k], values[k], height)
-        chex.assert_trees_all_equal(found[k], want)
+
+    @jax.jit
+    def run(rows, values):
+        several = [*zip(rows, values, heights)]
+        one_by_one = [merge_cuda.merge_rows(*one) for one in several]
+        return merge_cuda.merge_each(several), one_by_one
+
+    for found, want in zip(*run(rows, values), strict=True):
+        chex.assert_trees_all_equal(found, want)
 
 
 @pytest.mark.parametrize(("n", "capacity"), [(300, 20), (300, 3), (4, 9)], ids=str)
@@ -52,20 +56,27 @@ def test_coalesces_as_elsewhere(n, capacity):
     rng = np.random.default_rng(n)
     g = sj.SelectedRows(rng.integers(0, 13, n), rng.standard_normal((n, 2)), 12)
     options = {"height": 12, "capacity": capacity}
-    want, overflow = g.coalesce(capacity, return_overflow=True)
-    rows, values, count = merge_cuda.coalesce(g.safe_rows(), g.values, **options)
+
+    @jax.jit
+    def run(g):
+        rows = g.safe_rows()
+        found = merge_cuda.coalesce(rows, g.values, **options)
+        plans = [m.merge_plan(rows, **options) for m in (merge_cuda, merge)]
+        return g.coalesce(capacity, return_overflow=True), found, plans
+
+    (want, overflow), (rows, values, count), plans = run(g)
     np.testing.assert_array_equal(rows, want.rows)
     np.testing.assert_allclose(values, want.values, rtol=1e-5, atol=1e-6)
     assert count - min(capacity, int(count)) == overflow
-    plan = merge_cuda.merge_plan(g.safe_rows(), **options)
-    chex.assert_trees_all_equal(plan, merge.merge_plan(g.safe_rows(), **options))
+    chex.assert_trees_all_equal(*plans)
 
 
 def test_a_sum_that_is_not_finite_stays_in_its_run():
     values = jnp.asarray([[1.0], [jnp.nan], [2.0], [jnp.inf], [3.0]])
     rows = jnp.asarray([4, 2, 4, 3, 1], jnp.int32)
-    distinct, at, sums, _ = merge_cuda.merge_rows(rows, values, 9)
-    found = dict(zip(distinct.tolist(), sums[jnp.minimum(at, 4)][:, 0].tolist()))
+    merge_rows = jax.jit(merge_cuda.merge_rows, static_argnums=2)
+    distinct, at, sums, _ = map(np.asarray, merge_rows(rows, values, 9))
+    found = dict(zip(distinct.tolist(), sums[np.minimum(at, 4)][:, 0].tolist()))
     assert found[4] == 3 and found[1] == 3 and found[3] == np.inf
     assert np.isnan(found[2])
 
@@ -80,8 +91,8 @@ def test_adds_bags_as_elsewhere(segmented, weighted):
     weights = [jnp.asarray(rng.standard_normal(size), jnp.float32)] if weighted else []
     args = jnp.asarray(rng.standard_normal((12, 3)), jnp.float32), ids, *bags, *weights
     spec = xla.BagSpec(segmented, weighted, num_bags=12)
-    want = xla.add_bags(*args, height=20, spec=spec)
-    found = cuda.add_bags(*args, height=20, spec=spec)
+    both = lambda *args: [m.add_bags(*args, height=20, spec=spec) for m in (xla, cuda)]
+    want, found = jax.jit(both)(*args)
     np.testing.assert_allclose(found, want, rtol=1e-5)
 
 

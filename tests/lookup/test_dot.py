@@ -54,12 +54,17 @@ def transposed(csr, dense, columns=C):
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2), (0,)])
 def test_dense_of_any_rank(row_shape):
     dense = integers((C, *row_shape))
-    want = np.tensordot(matrix(), dense, 1)
-    assert_trees_close(sj.dot(make_csr(), dense), want)
-    dense = integers((S, *row_shape))
-    got = transposed(make_csr(), dense)
+    left = integers((S, *row_shape))
+
+    @jax.jit
+    def run(csr, dense, left):
+        got = transposed(csr, left)
+        return sj.dot(csr, dense), got, got.to_dense()
+
+    product, got, whole = run(make_csr(), dense, left)
+    assert_trees_close(product, np.tensordot(matrix(), dense, 1))
     assert isinstance(got, sj.SelectedRows) and got.shape == (C, *row_shape)
-    assert_trees_close(got.to_dense(), np.tensordot(matrix().T, dense, 1))
+    assert_trees_close(whole, np.tensordot(matrix().T, left, 1))
     assert got.rows.tolist() == INDEX.tolist()  # a slot each, not merged
 
 
@@ -69,11 +74,13 @@ def test_scipy_and_bcsr():
     want = matrix()
     bcsr = BCSR.fromdense(jnp.asarray(want), nse=20)
     matrices = [sparse.csr_matrix(want), sparse.csr_array(want), bcsr]
-    for csr in matrices:
-        assert_trees_close(sj.dot(csr, DENSE), want @ DENSE)
-        got = sj.dot(csr, LEFT, transpose=True)
-        assert got.height == C
-        assert_trees_close(got.to_dense(), want.T @ LEFT)
+    products = jax.jit(
+        lambda: [(sj.dot(x, DENSE), sj.dot(x, LEFT, transpose=True)) for x in matrices]
+    )
+    for csr, (got, got_of_left) in zip(matrices, products(), strict=True):
+        assert_trees_close(got, want @ DENSE)
+        assert got_of_left.height == C
+        assert_trees_close(got_of_left.to_dense(), want.T @ LEFT)
         with pytest.raises(ValueError, match=r"num_columns=96, but csr has shape"):
             sj.dot(csr, LEFT, transpose=True, num_columns=96)
     assert_trees_close(jax.jit(sj.dot)(bcsr, DENSE), want @ DENSE)
@@ -91,19 +98,20 @@ def test_columns_out_of_range_and_empty_elements_count_nothing():
     dense = np.full((C, D), np.nan, np.float32)
     dense[[0, 5]] = [[1, 2, 3], [4, 5, 6]]
     want = np.array([[8, 10, 12], [3, 6, 9], [0, 0, 0]], np.float32)
-    assert_trees_close(sj.dot(csr, dense), want)
 
     def f(dense, value):
-        return jnp.sum(sj.dot(make_csr(index, value, lengths), dense))
+        got = sj.dot(make_csr(index, value, lengths), dense)
+        return jnp.sum(got), got
 
-    grads = jax.grad(f, (0, 1))(jnp.asarray(dense), jnp.asarray(value))
+    grads, got = jax.jit(jax.grad(f, (0, 1), has_aux=True))(dense, value)
+    assert_trees_close(got, want)
     want = np.zeros((C, D), np.float32)
     want[5], want[0] = 2, 3
     assert_trees_close(grads[0], want)
     assert_trees_close(grads[1], np.array([15, 0, 0, 0, 6, 0, 0, 0], np.float32))
 
     dense = integers((3, D))
-    got = transposed(csr, dense)
+    got = jax.jit(transposed)(csr, dense)
     want = np.zeros((C, D), np.float32)
     want[5], want[0] = 2 * dense[0], 3 * dense[1]
     assert_trees_close(got.to_dense(), want)
@@ -115,8 +123,10 @@ def test_elements_in_any_order():
     segments = np.repeat(np.arange(S), LENGTHS)[order]
     elements = {"index": INDEX[order], "value": VALUE[order]}
     csr = sj.SegmentTensor.from_segment_ids(elements, segments, S)
-    assert_trees_close(sj.dot(csr, DENSE), matrix() @ DENSE)
-    assert_trees_close(transposed(csr, LEFT).to_dense(), matrix().T @ LEFT)
+    run = jax.jit(lambda csr: (sj.dot(csr, DENSE), transposed(csr, LEFT).to_dense()))
+    got, of_left = run(csr)
+    assert_trees_close(got, matrix() @ DENSE)
+    assert_trees_close(of_left, matrix().T @ LEFT)
 
 
 def test_a_matrix_without_elements():
@@ -133,12 +143,17 @@ def test_dense_may_be_selected_rows():
     rows, values = np.array([96, 5, C, 5, 7]), integers((5, D), seed=4)
     values[2] = np.nan
     part = sj.SelectedRows(rows, values, C)
-    want = matrix() @ np.asarray(part.to_dense())
-    assert_trees_close(sj.dot(make_csr(), part), want)
-    assert_trees_close(jax.jit(sj.dot)(make_csr(), part), want)
     left = sj.SelectedRows(np.array([2, 0, 2, S]), integers((4, D), seed=5), S)
-    want = matrix().T @ np.asarray(left.to_dense())
-    assert_trees_close(transposed(make_csr(), left).to_dense(), want)
+
+    @jax.jit
+    def run(csr, part, left):
+        of_left = transposed(csr, left).to_dense()
+        return sj.dot(csr, part), of_left, part.to_dense(), left.to_dense()
+
+    got, of_left, whole, whole_left = run(make_csr(), part, left)
+    assert_trees_close(sj.dot(make_csr(), part), got)
+    assert_trees_close(got, matrix() @ np.asarray(whole))
+    assert_trees_close(of_left, matrix().T @ np.asarray(whole_left))
 
 
 @pytest.mark.parametrize(
@@ -155,10 +170,11 @@ def test_dtypes(value, dense, result):
     csr = make_csr(value=VALUE.astype(value))
     dense = jnp.asarray(DENSE).astype(dense)
     want = matrix() @ np.asarray(dense, np.float32)
-    got = sj.dot(csr, dense)
+    run = jax.jit(lambda csr, dense: (sj.dot(csr, dense), transposed(csr, dense[:S])))
+    got, of_left = run(csr, dense)
     assert got.dtype == result
     assert_trees_close(got, jnp.asarray(want).astype(result))
-    assert transposed(csr, dense[:S]).dtype == result
+    assert of_left.dtype == result
 
 
 def test_narrow_types_are_summed_wide():
@@ -172,9 +188,12 @@ def test_narrow_types_are_summed_wide():
 @pytest.mark.slow
 def test_x64(x64):
     csr = make_csr(INDEX.astype(np.int64), VALUE)
-    assert sj.dot(csr, DENSE).dtype == jnp.float32
-    assert transposed(csr, LEFT).dtype == jnp.float32
-    assert sj.dot(csr, DENSE.astype(np.float64)).dtype == jnp.float64
+    dtype = lambda f, *args: jax.eval_shape(f, csr, *args).dtype
+    assert dtype(sj.dot, DENSE) == dtype(transposed, LEFT) == jnp.float32
+    assert dtype(sj.dot, DENSE.astype(np.float64)) == jnp.float64
+    got = sj.dot(csr, DENSE)
+    assert got.dtype == jnp.float32
+    assert_trees_close(got, matrix() @ DENSE)
 
 
 # ------------------------------------------------------------------ gradients
@@ -196,11 +215,15 @@ def test_gradient_is_row_sparse():
     def loss(dense):
         return jnp.sum(weights * sj.dot(make_csr(), dense) ** 2)
 
-    value, grad = sj.value_and_grad(loss)(jnp.asarray(DENSE))
-    want_value, want = jax.value_and_grad(loss)(jnp.asarray(DENSE))
+    @jax.jit
+    def run(dense):
+        value, grad = sj.value_and_grad(loss)(dense)
+        return grad, (value, grad.to_dense()), jax.value_and_grad(loss)(dense)
+
+    grad, got, want = run(DENSE)
     assert isinstance(grad, sj.SelectedRows)
     assert grad.rows.tolist() == INDEX.tolist()
-    assert_trees_close((value, grad.to_dense()), (want_value, want))
+    assert_trees_close(got, want)
     assert_no_dense(sj.grad(loss), jnp.asarray(DENSE))
 
 
@@ -215,15 +238,20 @@ def test_dense_is_read_once_as_a_bag():
 
 @pytest.mark.slow
 def test_vmap_and_scan():
-    batch = jnp.stack([jnp.asarray(DENSE), -2 * jnp.asarray(DENSE)])
-    want = np.stack([matrix() @ d for d in np.asarray(batch)])
-    assert_trees_close(jax.vmap(lambda d: sj.dot(make_csr(), d))(batch), want)
-    values = jnp.stack([jnp.asarray(VALUE), jnp.asarray(VALUE) * 3])
-    csrs = jax.vmap(lambda v: make_csr(value=v))(values)
+    batch, values = np.stack([DENSE, -2 * DENSE]), np.stack([VALUE, VALUE * 3])
+
+    @jax.jit
+    def run(batch, values):
+        csrs = jax.vmap(lambda v: make_csr(value=v))(values)
+        _, scanned = jax.lax.scan(lambda carry, c: (carry, sj.dot(c, DENSE)), 0, csrs)
+        of_batch = jax.vmap(lambda d: sj.dot(make_csr(), d))(batch)
+        return of_batch, jax.vmap(lambda c: sj.dot(c, DENSE))(csrs), scanned
+
+    of_batch, of_csrs, scanned = run(batch, values)
+    assert_trees_close(of_batch, np.stack([matrix() @ d for d in batch]))
     want = np.stack([matrix() @ DENSE, 3 * matrix() @ DENSE])
-    assert_trees_close(jax.vmap(lambda c: sj.dot(c, DENSE))(csrs), want)
-    _, got = jax.lax.scan(lambda carry, c: (carry, sj.dot(c, DENSE)), 0, csrs)
-    assert_trees_close(got, want)
+    assert_trees_close(of_csrs, want)
+    assert_trees_close(scanned, want)
 
 
 @pytest.mark.slow
@@ -231,7 +259,8 @@ def test_vmap_and_scan():
 def test_rows_of_the_matrix_on_several_devices():
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((8,), ("rows",), axis_types=auto)
-    index, value, lengths = jnp.arange(16) % 5, jnp.arange(16.0), jnp.arange(16) % 2 * 2
+    index, lengths = (np.arange(16, dtype=np.int32) % 5, np.arange(16) % 2 * 2)
+    value = np.arange(16, dtype=np.float32)
 
     def dot(index, value, lengths, dense):
         return sj.dot(make_csr(index, value, lengths), dense)
@@ -240,9 +269,15 @@ def test_rows_of_the_matrix_on_several_devices():
     sharded = jax.shard_map(dot, mesh=mesh, in_specs=specs, out_specs=P("rows"))
     dense = jnp.asarray(DENSE)
     loss = lambda f, d: jnp.sum(f(index, value, lengths, d) ** 2)
-    got = jax.jit(sj.grad(lambda d: loss(sharded, d)))(dense)
+
+    @jax.jit
+    def run(dense):
+        got = sj.grad(lambda d: loss(sharded, d))(dense)
+        return got, got.to_dense(), jax.grad(lambda d: loss(dot, d))(dense)
+
+    got, whole, want = run(dense)
     assert isinstance(got, sj.SelectedRows)
-    assert_trees_close(got.to_dense(), jax.jit(jax.grad(lambda d: loss(dot, d)))(dense))
+    assert_trees_close(whole, want)
 
 
 def test_kind_and_capacity_are_known_before_data():

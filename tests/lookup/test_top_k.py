@@ -90,7 +90,8 @@ def test_equals_brute_force(chunk_size):
 def test_cosine_and_float64(x64):
     table, queries = RNG.normal(size=(V, D)), RNG.normal(size=(B, D))
     table[3] = 0
-    found = sj.top_k(table, queries, V, score="cosine", chunk_size=50)
+    search = jax.jit(lambda *args: sj.top_k(*args, V, score="cosine", chunk_size=50))
+    found = search(table, queries)
     scores, ids = best(cosine(queries, table), V)
     assert found[0].dtype == jnp.float64
     np.testing.assert_allclose(found[0], scores, atol=1e-14)
@@ -100,23 +101,33 @@ def test_cosine_and_float64(x64):
 @pytest.mark.slow
 def test_shapes():
     """One query, several axes of them, vmap, and lists of seen ids of any length."""
-    want = best(dot(QUERIES, TABLE), K)
-    one = sj.top_k(TABLE, QUERIES[0], K)
-    assert_same(one, (want[0][0], want[1][0]))
-    assert_same(jax.vmap(lambda q: sj.top_k(TABLE, q, K))(QUERIES), want)
-    grid = sj.top_k(TABLE, QUERIES[None], K, exclude=SEEN[None])
-    want = best(dot(QUERIES, TABLE), K, SEEN)
-    assert_same(grid, [x[None] for x in want])
     seen = [[i for i in ids if i >= 0] for ids in SEEN.tolist()]
     seen = sj.SegmentTensor.from_lists(seen, capacity=400)
-    assert_same(sj.top_k(TABLE, QUERIES, K, exclude=seen), want)
-    none = sj.top_k(TABLE, QUERIES[:0], K)
+
+    @jax.jit
+    def run(table, queries, seen):
+        return (
+            sj.top_k(table, queries[0], K),
+            jax.vmap(lambda q: sj.top_k(table, q, K))(queries),
+            sj.top_k(table, queries[None], K, exclude=SEEN[None]),
+            sj.top_k(table, queries, K, exclude=seen),
+            sj.top_k(table, queries[:0], K),
+        )
+
+    one, mapped, grid, without_seen, none = run(TABLE, QUERIES, seen)
+    want = best(dot(QUERIES, TABLE), K)
+    assert_same(one, (want[0][0], want[1][0]))
+    assert_same(mapped, want)
+    want = best(dot(QUERIES, TABLE), K, SEEN)
+    assert_same(grid, [x[None] for x in want])
+    assert_same(without_seen, want)
     assert none[1].shape == (0, K)
 
 
 @pytest.mark.slow
 def test_where_too_few_are_left():
-    found = sj.top_k(TABLE[:4], QUERIES, 4, exclude=jnp.array([1, 3]))
+    search = jax.jit(lambda table: sj.top_k(table, QUERIES, 4, exclude=[1, 3]))
+    found = jax.device_get(search(TABLE[:4]))
     assert (found[1][:, 2:] == -1).all() and (found[0][:, 2:] == -np.inf).all()
     assert set(found[1][:, :2].ravel().tolist()) == {0, 2}
 
@@ -144,9 +155,14 @@ def test_nothing_is_differentiated():
         _, ids = sj.top_k(table, queries, 2)
         return jnp.sum(sj.lookup(table, ids) * queries[:, None])
 
-    grads = sj.grad(loss)(TABLE, QUERIES)
+    @jax.jit
+    def run(table, queries):
+        grads = sj.grad(loss)(table, queries)
+        return grads, grads.to_dense(), jax.grad(loss)(table, queries)
+
+    grads, got, want = run(TABLE, QUERIES)
     assert isinstance(grads, sj.SelectedRows)
-    np.testing.assert_allclose(grads.to_dense(), jax.grad(loss)(TABLE, QUERIES))
+    np.testing.assert_allclose(got, want)
 
 
 # ------------------------------------------------------------------ memory
@@ -180,17 +196,17 @@ def test_of_a_sharded_table(layout):
     options = {"exclude": SEEN, "chunk_size": 16}
 
     @jax.jit
-    def run(table, bias, queries):
+    def run(table, bias, queries, small):
         return (
             sj.parallel.top_k(table, queries, K, bias=bias, **options),
             sj.parallel.top_k(table, queries[0], V),
+            sj.parallel.top_k(small, queries, 2, bias=BIAS[:2]),
         )
 
-    found, every = run(shard(TABLE), shard(BIAS), QUERIES)
+    found, every, few = run(shard(TABLE), shard(BIAS), QUERIES, shard(TABLE[:2]))
     assert_same(found, best(dot(QUERIES, TABLE) + BIAS.T, K, SEEN))
     want = best(dot(QUERIES, TABLE), V)
     assert_same(every, (want[0][0], want[1][0]))
-    few = sj.parallel.top_k(shard(TABLE[:2]), QUERIES, 2, bias=BIAS[:2])
     assert_same(few, best(dot(QUERIES, TABLE[:2]) + BIAS[:2].T, 2))
 
 

@@ -124,7 +124,7 @@ def test_chains_that_failed(name):
 
 @pytest.mark.slow
 def test_random_programs():
-    _search("programs", 0, 5)
+    _search("programs", 0, 4)
 
 
 @pytest.mark.slow
@@ -149,7 +149,7 @@ def test_random_models():
 
 @pytest.mark.slow
 def test_random_products():
-    _search("products", 0, 4)
+    _search("products", 0, 3)
 
 
 @pytest.mark.slow
