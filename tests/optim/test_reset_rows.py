@@ -157,7 +157,8 @@ def test_missed_decay_counts_from_the_reset():
 @pytest.mark.slow
 def test_rows_of_exact_are_up_to_date():
     """Dense training of a row of ones that is new at step 2."""
-    tx = sj.optim.exact(optax.adamw(0.1, weight_decay=0.5))
+    decay = optax.add_decayed_weights(0.5)
+    tx = sj.optim.exact(optax.chain(optax.trace(0.5), decay, optax.scale(-0.1)))
 
     def step(params, state, row):
         params, state = tx.catch_up(params, state, {"table": row})
