@@ -1,6 +1,7 @@
 """EmbeddingCollection, against one lookup or bag for each feature."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -37,6 +38,11 @@ FEATURES = {
 STACK = f"stack_width{D}_float32"
 HEIGHT = sum((101, 2, 307, 43, 146))
 LAYER = sj.nn.EmbeddingCollection(TABLES, FEATURES)
+
+
+@functools.cache
+def _params():
+    return jax.jit(LAYER.init)(jax.random.key(0))
 
 
 def _segments(values, segment_ids, is_sorted=True):
@@ -106,17 +112,22 @@ def _is_wide(eqn):
 
 
 def test_each_feature_is_read_from_its_own_table():
-    params = LAYER.init(jax.random.key(0))
+    params = _params()
     assert {k: v.shape for k, v in params.items()} == {STACK: (HEIGHT, D)}
     tables, ids = LAYER.unstack(params), _ids()
-    out = jax.jit(LAYER)(params, ids)
-    assert_trees_close(out, jax.jit(_one_by_one)(tables, ids))
     # The same tables, each an array of its own.
     apart = dataclasses.replace(LAYER, stacked=False)
-    assert_trees_close(jax.jit(apart)(tables, ids), out)
     # Features may be left out, and come out as they do beside the others.
     few = {name: ids[name] for name in ("words", "user")}
-    assert_trees_close(LAYER(params, few), {name: out[name] for name in few})
+
+    @jax.jit
+    def run(params, tables, ids, few):
+        outs = LAYER(params, ids), apart(tables, ids), LAYER(params, few)
+        return outs, _one_by_one(tables, ids)
+
+    outs, want = run(params, tables, ids, few)
+    few = {name: want[name] for name in few}
+    assert_trees_close(outs, (want, want, few))
     assert LAYER(params, {}) == {}
 
 
@@ -145,45 +156,47 @@ def test_an_id_never_reads_the_neighbour():
 
 
 def test_as_few_gathers_as_shapes_allow():
-    params = LAYER.init(jax.random.key(0))
+    params = _params()
     ids = _ids()
     single = {name: jnp.arange(B) for name in FEATURES if name != "seen"}
     assert _gathers(LAYER, params, single) == 1
     # Rows and single ids; bags of 3 of the mean; ragged ones; a maximum; bags of 2.
     assert _gathers(LAYER, params, ids) == 5
     apart = dataclasses.replace(LAYER, stacked=False)
-    names = [
-        e.primitive.name for e in eqns_of(apart, apart.init(jax.random.key(0)), ids)
-    ]
+    names = [e.primitive.name for e in eqns_of(apart, LAYER.unstack(params), ids)]
     assert names.count("bag_sum") == 3
 
 
 @pytest.mark.slow
 def test_weights():
-    params, ids = LAYER.init(jax.random.key(0)), _ids()
-    key = jax.random.key(1)
+    params, ids = _params(), _ids()
+    rng = np.random.default_rng(1)
     few = {name: ids[name] for name in ("user", "flag", "clicked", "bought")}
     weights = {
-        name: jax.random.uniform(key, getattr(x, "values", x).shape)
+        name: rng.random(getattr(x, "values", x).shape, np.float32)
         for name, x in few.items()
     }
-    weights["bought"] = weights["bought"].at[4].set(jnp.nan)  # of an empty slot
-    f = jax.jit(LAYER)
-    want = jax.jit(_one_by_one)(LAYER.unstack(params), few, weights)
-    assert_trees_close(f(params, few, weights), want)
+    weights["bought"][4] = np.nan  # of an empty slot
     st = few["bought"]
     both = st.map(lambda x: x)
     both = sj.SegmentTensor(
         {"index": st.values, "value": weights["bought"]}, both.segment_ids, B, True
     )
-    out = LAYER(params, {"bought": both})["bought"]
-    np.testing.assert_allclose(out, want["bought"], rtol=1e-6)
     loss = lambda w: _loss(LAYER(params, few, {**weights, "clicked": w}))
     plain = lambda w: _loss(
         _one_by_one(LAYER.unstack(params), few, {**weights, "clicked": w})
     )
-    got = jax.jit(jax.grad(loss))(weights["clicked"])
-    assert_trees_close(got, jax.jit(jax.grad(plain))(weights["clicked"]))
+
+    @jax.jit
+    def run(params, both, weights):
+        want = _one_by_one(LAYER.unstack(params), few, weights)
+        pairs = [(LAYER(params, few, weights), want)]
+        pairs += [(LAYER(params, {"bought": both})["bought"], want["bought"])]
+        pairs += [tuple(jax.grad(f)(weights["clicked"]) for f in (loss, plain))]
+        return pairs
+
+    for got, want in run(params, both, weights):
+        assert_trees_close(got, want)
 
 
 @pytest.mark.slow
@@ -196,7 +209,7 @@ def test_groups_of_width_and_type():
             "d": Embedding(4, 3),
         }
     )
-    params = layer.init(jax.random.key(0))
+    params = jax.jit(layer.init)(jax.random.key(0))
     assert {name: x.shape for name, x in params.items()} == {
         "stack_width2_bfloat16": (12, 2),
         "stack_width3_float32_dense": (9, 3),
@@ -207,11 +220,11 @@ def test_groups_of_width_and_type():
         "stack_width3_float32_dense": False,
         "stack_width3_float32": True,
     }
-    ids = {name: jnp.array([[1], [3]]) for name in "abcd"}
-    out = layer(params, ids)
+    ids = {name: np.array([[1], [3]]) for name in "abcd"}
+    out = jax.jit(layer)(params, ids)
     types = {name: x.dtype.name for name, x in out.items()}
     assert types == {"a": "float32", "b": "bfloat16", "c": "float32", "d": "float32"}
-    norms = jnp.linalg.norm(out["b"].astype(jnp.float32), axis=-1)
+    norms = np.linalg.norm(np.asarray(out["b"], np.float32), axis=-1)
     assert np.all(norms <= 0.51)
     loss = lambda p: _loss({k: v.astype(jnp.float32) for k, v in layer(p, ids).items()})
     g = jax.eval_shape(sj.grad(loss, tables=sj.nn.tables(layer)), params)
@@ -224,30 +237,32 @@ def test_groups_of_width_and_type():
 
 @pytest.mark.slow
 def test_gradient_is_that_of_the_tables_one_by_one():
-    params, ids = LAYER.init(jax.random.key(0)), _ids()
+    params, ids = _params(), _ids()
     loss = lambda params, ids: _loss(LAYER(params, ids))
     plain = lambda tables, ids: _loss(_one_by_one(tables, ids))
-    g = jax.jit(sj.grad(loss))(params, ids)
-    # Two of two flags are read, but it is the stack that counts.
-    assert isinstance(g[STACK], sj.SelectedRows)
-    want = jax.jit(jax.grad(plain))(LAYER.unstack(params), ids)
-    parts = {k: v.to_dense() for k, v in LAYER.unstack(g).items()}
-    assert_trees_close(parts, want, rtol=1e-4, atol=1e-6)
-    of_jax = jax.jit(jax.grad(loss))(params, ids)
-    assert_trees_close(g[STACK].to_dense(), of_jax[STACK], rtol=1e-4, atol=1e-6)
+    two = jax.tree.map(lambda x: np.stack([x, x]), ids)
     assert_no_dense(sj.grad(loss), params, ids, heights=[HEIGHT])
-
-    two = jax.tree.map(lambda x: jnp.stack([x, x]), ids)
-    over = jax.jit(jax.vmap(lambda ids: sj.grad(loss)(params, ids)[STACK].to_dense()))
-    assert_trees_close(over(two)[1], of_jax[STACK], rtol=1e-4, atol=1e-6)
 
     def scanned(params):
         add = lambda total, ids: (total + loss(params, ids), None)
         return jax.lax.scan(add, jnp.zeros(()), two)[0]
 
-    g = jax.jit(sj.grad(scanned))(params)[STACK]
-    assert isinstance(g, sj.SelectedRows)
-    assert_trees_close(g.to_dense(), 2 * of_jax[STACK], rtol=1e-4, atol=1e-6)
+    @jax.jit
+    def run(params, ids, two):
+        g, in_scan = sj.grad(loss)(params, ids), sj.grad(scanned)(params)[STACK]
+        # Two of two flags are read, but it is the stack that counts.
+        assert isinstance(g[STACK], sj.SelectedRows)
+        assert isinstance(in_scan, sj.SelectedRows)
+        parts = {k: v.to_dense() for k, v in LAYER.unstack(g).items()}
+        want = jax.grad(plain)(LAYER.unstack(params), ids)
+        over = jax.vmap(lambda ids: sj.grad(loss)(params, ids)[STACK].to_dense())
+        found = g[STACK].to_dense(), over(two)[1], in_scan.to_dense() / 2
+        return parts, want, found, jax.grad(loss)(params, ids)[STACK]
+
+    parts, want, found, of_jax = run(params, ids, two)
+    assert_trees_close(parts, want, rtol=1e-4, atol=1e-6)
+    for got in found:
+        assert_trees_close(got, of_jax, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -263,26 +278,31 @@ def test_numerical_gradients_and_wide_types(x64):
         "c": jnp.array([[1, 2], [0, 4]], jnp.uint8),
     }
     w = jnp.array([0.5, -2.0, 3.0])
-    params = layer.init(jax.random.key(0))
+    params = jax.jit(layer.init)(jax.random.key(0))
     f = lambda params, w: _loss(layer(params, ids, {"a": w}))
     check_grads(jax.jit(f), (params, w), 1, ["fwd", "rev"])
-    out = jax.eval_shape(LAYER, LAYER.init(jax.random.key(0)), _ids())
+    out = jax.eval_shape(LAYER, jax.eval_shape(LAYER.init, jax.random.key(0)), _ids())
     assert {x.dtype.name for x in jax.tree.leaves(out)} <= {"float32", "int32", "int64"}
     assert {out[name].dtype.name for name in ("user", "clicked")} == {"float32"}
 
 
 @pytest.mark.slow
 def test_stacks_that_were_pulled():
-    params, ids = LAYER.init(jax.random.key(0)), _ids()
-    named = LAYER.row_ids(ids)
+    params, ids = _params(), _ids()
+    named = jax.jit(LAYER.row_ids)(ids)
     assert named.keys() == {STACK}
-    rows = jnp.where(named[STACK] < 0, HEIGHT, named[STACK])
-    rows = jnp.unique(rows, size=40, fill_value=HEIGHT)
-    values = sj.lookup(params[STACK], rows, mode="zero")
+    rows = np.unique(np.where(named[STACK] < 0, HEIGHT, named[STACK]))
+    rows = np.append(rows, np.full(40 - rows.size, HEIGHT, rows.dtype))
+    values = np.append(params[STACK], np.zeros((1, D), np.float32), axis=0)[rows]
     pulled = {STACK: sj.SelectedRows(rows, values, HEIGHT)}
-    f = jax.jit(LAYER)
-    assert_trees_close(f(pulled, ids), f(params, ids))
-    g = jax.jit(sj.grad(lambda p: _loss(LAYER(p, ids))))(pulled)[STACK]
+
+    @jax.jit
+    def run(pulled, params):
+        g = sj.grad(lambda p: _loss(LAYER(p, ids)))(pulled)[STACK]
+        return LAYER(pulled, ids), LAYER(params, ids), g
+
+    got, want, g = run(pulled, params)
+    assert_trees_close(got, want)
     np.testing.assert_array_equal(g.rows, rows)
 
 
@@ -290,7 +310,7 @@ def test_stacks_that_were_pulled():
 
 
 def test_tables_one_by_one():
-    params = LAYER.init(jax.random.key(0))
+    params = _params()
     assert LAYER.place("item") == (STACK, 103, 410)
     tables = LAYER.unstack(params)
     assert_trees_close(LAYER.stack(tables), params)

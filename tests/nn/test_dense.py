@@ -1,6 +1,7 @@
 """Dense on arrays and CSR, against plain jnp on dense arrays."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -59,8 +60,10 @@ LAYERS = {
 }
 
 
+@functools.cache
 def _params(layer):
-    return layer.init(jax.random.key(0), jnp.zeros((1, C)))
+    spec: Any = jax.ShapeDtypeStruct((1, C), jnp.float32)
+    return jax.jit(lambda key: layer.init(key, spec))(jax.random.key(0))
 
 
 def _plain(params, x):
@@ -82,8 +85,11 @@ def test_every_form_of_input(name):
     layer, matrix = LAYERS[name], _scipy()
     params = _params(layer)
     want = _plain(params, jnp.asarray(matrix.toarray()))
-    for form, x in _forms(matrix).items():
-        out = layer(params, x)
+    forms = _forms(matrix)
+    outs = {"scipy": layer(params, forms.pop("scipy"))}
+    call = lambda params, forms: {k: layer(params, x) for k, x in forms.items()}
+    outs |= jax.jit(call)(params, forms)
+    for form, out in outs.items():
         assert out.dtype == jnp.float32, form
         np.testing.assert_allclose(out, want, rtol=2e-5, atol=2e-5, err_msg=form)
 
@@ -118,19 +124,25 @@ def test_types_of_results():
     for dtype in ("float16", "bfloat16"):
         layer = sj.nn.Dense(2, C, dtype=dtype)
         params = _params(layer)
-        exact = jax.jit(dataclasses.replace(layer, dtype=None))(params, st)
-        for x in (st, jnp.asarray(matrix.toarray())):
-            out = jax.jit(layer)(params, x)
+        in_float32 = dataclasses.replace(layer, dtype=None)
+        array = matrix.toarray()
+
+        @jax.jit
+        def run(params, st, array, layer=layer, in_float32=in_float32):
+            return in_float32(params, st), layer(params, st), layer(params, array)
+
+        exact, *outs = run(params, st, array)
+        for out in outs:
             assert out.dtype == layer.dtype
-            out = out.astype(jnp.float32)
+            out = np.asarray(out, np.float32)
             np.testing.assert_allclose(out, exact, rtol=0.05, atol=0.05)
     layer = sj.nn.Dense(2, C, param_dtype="bfloat16")
-    params = layer.init(jax.random.key(0))
+    params = jax.eval_shape(layer.init, jax.random.key(0))
     assert params["kernel"].dtype == params["bias"].dtype == jnp.bfloat16
     spec = jax.ShapeDtypeStruct((1, C), jnp.bfloat16)
     assert jax.eval_shape(layer, params, spec).dtype == jnp.bfloat16
     assert jax.eval_shape(layer, params, st).dtype == jnp.float32  # the common type
-    counts = {**st.values, "value": jnp.ones(CAPACITY, jnp.int32)}
+    counts = {**st.values, "value": np.ones(CAPACITY, np.int32)}
     counts = sj.SegmentTensor(counts, st.segment_ids, S, True)
     layer = sj.nn.Dense(2, C)
     assert jax.eval_shape(layer, _params(layer), counts).dtype == jnp.float32
@@ -157,29 +169,29 @@ def test_gradient_is_that_of_plain_jnp():
     loss = lambda params, x: jnp.sum(jnp.sin(layer(params, x)))
     plain = lambda params, x: jnp.sum(jnp.sin(_plain(params, x)))
     required = sj.grad(loss, tables=_required(layer))
-    grad = jax.jit(required)
-    want = jax.jit(jax.grad(plain))(params, array)
-    g = grad(params, x)
-    tables = {k: v for k, v in g.items() if k != "bias"}
-    assert all(v.capacity == CAPACITY for v in tables.values())
-    assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
-    of_jax = jax.jit(jax.grad(loss))(params, x)
-    assert_trees_close(of_jax, want, rtol=1e-4, atol=1e-4)
     assert_no_dense(required, params, x)
-
-    two = jax.tree.map(lambda *xs: jnp.stack(xs), x, x)
-    mapped = jax.jit(jax.vmap(lambda x: to_dense(required(params, x))))(two)
-    for k in range(2):
-        one = jax.tree.map(lambda x, k=k: x[k], mapped)
-        assert_trees_close(one, want, rtol=1e-4, atol=1e-4)
+    two = jax.tree.map(lambda *xs: np.stack(xs), x, x)
 
     def scanned(params):
         add = lambda total, x: (total + loss(params, x), None)
         return jax.lax.scan(add, jnp.zeros(()), two)[0]
 
-    g = jax.jit(sj.grad(scanned, tables=_required(layer)))(params)
-    twice = jax.tree.map(lambda x: 2 * x, want)
-    assert_trees_close(to_dense(g), twice, rtol=1e-4, atol=2e-4)
+    @jax.jit
+    def run(params, x, two):
+        g = required(params, x)
+        tables = {k: v for k, v in g.items() if k != "bias"}
+        assert all(v.capacity == CAPACITY for v in tables.values())
+        mapped = jax.vmap(lambda x: to_dense(required(params, x)))(two)
+        halves = [jax.tree.map(lambda x, k=k: x[k], mapped) for k in range(2)]
+        found = to_dense(g), jax.grad(loss)(params, x), *halves
+        in_scan = sj.grad(scanned, tables=_required(layer))(params)
+        return found, to_dense(in_scan), jax.grad(plain)(params, array)
+
+    found, in_scan, want = run(params, x, two)
+    for got in found:
+        assert_trees_close(got, want, rtol=1e-4, atol=1e-4)
+    twice = jax.tree.map(lambda x: 2 * np.asarray(x), want)
+    assert_trees_close(in_scan, twice, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.slow
@@ -213,20 +225,26 @@ def test_sparse_grad_false_is_dense_always():
 def test_weights_that_were_pulled():
     layer, x = LAYERS["dense"], _segments(_scipy())
     params = _params(layer)
-    ids = jnp.unique(x.values["index"][: _scipy().nnz], size=20, fill_value=C)
-    pull = lambda w: sj.SelectedRows(ids, sj.lookup(w, ids, mode="zero"), C)
+    ids = np.unique(np.asarray(x.values["index"])[: _scipy().nnz])
+    ids = np.append(ids, np.full(20 - ids.size, C, ids.dtype))
+    zero = np.zeros((1, 3), np.float32)
+    pull = lambda w: sj.SelectedRows(ids, np.append(w, zero, axis=0)[ids], C)
     pulled = {k: v if k == "bias" else pull(v) for k, v in params.items()}
-    out = jax.jit(layer)(pulled, x)
-    want = jax.jit(layer)(params, x)
-    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
     loss = lambda params: jnp.sum(jnp.sin(layer(params, x)))
-    g, want = jax.jit(sj.grad(loss))(pulled), jax.jit(jax.grad(loss))(params)
-    assert_trees_close(to_dense(g), want, rtol=1e-4, atol=1e-4)
+
+    @jax.jit
+    def run(pulled, params):
+        outs = layer(pulled, x), layer(params, x)
+        return outs, (to_dense(sj.grad(loss)(pulled)), jax.grad(loss)(params))
+
+    (out, want), (g, want_g) = run(pulled, params)
+    np.testing.assert_allclose(out, want, rtol=1e-5, atol=1e-5)
+    assert_trees_close(g, want_g, rtol=1e-4, atol=1e-4)
 
     # A row that was not pulled is unknown, so it reads NaN and not zero.
     without = lambda w: w.retain(ids[1:])
     first = {k: v if k == "bias" else without(v) for k, v in pulled.items()}
-    missing = np.asarray(_scipy()[:, np.asarray(ids[:1])].toarray())[:, 0] != 0
+    missing = np.asarray(_scipy()[:, ids[:1]].toarray())[:, 0] != 0
     bad = np.isnan(np.asarray(jax.jit(layer)(first, x)).reshape(S, -1)).all(axis=1)
     np.testing.assert_array_equal(bad, missing)
     with pytest.raises(TypeError, match="needs every row"):
@@ -247,8 +265,8 @@ def test_a_click_model_trains_with_one_compilation():
         flat = np.append(index, np.full(step % 5, C + 9))[: 64 * 3 + 4]
         flat = np.pad(flat, (0, 196 - flat.size), constant_values=-1)
         rows = np.pad(np.repeat(np.arange(64), 3), (0, 4), constant_values=64)
-        ids = sj.SegmentTensor(jnp.asarray(flat), jnp.asarray(rows), 64, True)
-        return ids, jnp.asarray(truth[index].sum(1) > 0)
+        ids = sj.SegmentTensor(flat.astype(np.int32), rows.astype(np.int32), 64, True)
+        return ids, truth[index].sum(1) > 0
 
     @jax.jit
     @chex.assert_max_traces(n=1)

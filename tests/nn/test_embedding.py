@@ -22,8 +22,9 @@ LAYER = sj.nn.Embedding(V, D, padding_id=-1, mode="zero")
 BAG = sj.nn.EmbeddingBag(V, D, padding_id=-1, mode="zero", combiner="mean")
 
 
+@functools.cache
 def _params(layer):
-    return layer.init(jax.random.key(0))
+    return jax.jit(layer.init)(jax.random.key(0))
 
 
 def _plain(table, ids):
@@ -51,26 +52,28 @@ def test_gradient_is_that_of_plain_jnp(name):
     params = _params(layer)
     loss = lambda params, ids: jnp.sum(jnp.sin(layer(params, ids)))
     plain = lambda params, ids: jnp.sum(jnp.sin(f(params["embedding"], ids)))
-    np.testing.assert_allclose(
-        layer(params, IDS), f(params["embedding"], IDS), rtol=1e-5, atol=1e-6
-    )
-    want = jax.grad(plain)(params, IDS)["embedding"]
-    g = jax.jit(sj.grad(loss))(params, IDS)["embedding"]
-    assert isinstance(g, sj.SelectedRows) and g.capacity == IDS.size
-    assert_trees_close(g.to_dense(), want)
-    assert_no_dense(sj.grad(loss), params, IDS)
-
-    two = jnp.stack([IDS, IDS])
-    g = jax.vmap(lambda ids: sj.grad(loss)(params, ids)["embedding"].to_dense())(two)
-    assert_trees_close(g, jnp.stack([want, want]))
+    two = np.stack([IDS, IDS])
 
     def scanned(params):
         add = lambda total, ids: (total + loss(params, ids), None)
         return jax.lax.scan(add, jnp.zeros(()), two)[0]
 
-    g = jax.jit(sj.grad(scanned))(params)["embedding"]
-    assert isinstance(g, sj.SelectedRows)
-    assert_trees_close(g.to_dense(), 2 * want)
+    @jax.jit
+    def run(params):
+        both = layer(params, IDS), f(params["embedding"], IDS)
+        g, in_scan = sj.grad(loss)(params, IDS), sj.grad(scanned)(params)
+        g, in_scan = g["embedding"], in_scan["embedding"]
+        assert isinstance(g, sj.SelectedRows) and g.capacity == IDS.size
+        assert isinstance(in_scan, sj.SelectedRows)
+        dense = lambda ids: sj.grad(loss)(params, ids)["embedding"].to_dense()
+        found = g.to_dense(), jax.vmap(dense)(two), in_scan.to_dense()
+        return both, found, jax.grad(plain)(params, IDS)["embedding"]
+
+    (got, values), found, want = run(params)
+    np.testing.assert_allclose(got, values, rtol=1e-5, atol=1e-6)
+    want = np.asarray(want)
+    assert_trees_close(found, (want, np.stack([want, want]), 2 * want))
+    assert_no_dense(sj.grad(loss), params, IDS)
 
 
 @pytest.mark.slow
@@ -80,9 +83,11 @@ def test_numerical_gradients(x64):
     bag = sj.nn.EmbeddingBag(V, D, combiner="sqrtn", **options)
     ids, w = jnp.array([[3, 0], [7, 3]]), jnp.array([[0.5, 1.0], [-2.0, 3.0]])
     params = _params(layer)
-    f = lambda p: jnp.sum(jnp.sin(layer(p, ids)))
-    check_grads(jax.jit(f), (params,), 1, ["fwd", "rev"])
-    f = lambda p, w: jnp.sum(jnp.sin(bag(p, ids, weights=w)))
+
+    def f(params, w):
+        both = layer(params, ids), bag(params, ids, weights=w)
+        return sum(jnp.sum(jnp.sin(x)) for x in both)
+
     check_grads(jax.jit(f), (params, w), 1, ["fwd", "rev"])
 
 
@@ -108,28 +113,42 @@ def test_ids_of_any_rank_and_segments():
 
 @pytest.mark.slow
 def test_options_are_those_of_lookup():
-    table = jax.random.normal(jax.random.key(0), (V, D))
-    params, ids = {"embedding": table}, jnp.array([[5, -1], [V, 0]])
+    table = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
+    ids = np.array([[5, -1], [V, 0]])
     cases: list[dict[str, Any]] = [
         dict(mode="clip"),
         dict(mode="fill", padding_id=0),
         dict(mode="zero", max_norm=0.5),
     ]
-    for options in cases:
-        want = sj.lookup(table, ids, **options)
-        out = sj.nn.Embedding(V, D, **options)(params, ids)
-        np.testing.assert_array_equal(out, want)
-        out = sj.nn.EmbeddingBag(V, D, combiner="max", **options)(params, ids)
-        want = sj.embedding_bag(table, ids, combiner="max", **options)
+
+    @jax.jit
+    def run(table):
+        params, found = {"embedding": table}, []
+        for options in cases:
+            out = sj.nn.Embedding(V, D, **options)(params, ids)
+            found.append((out, sj.lookup(table, ids, **options)))
+            out = sj.nn.EmbeddingBag(V, D, combiner="max", **options)(params, ids)
+            want = sj.embedding_bag(table, ids, combiner="max", **options)
+            found.append((out, want))
+        return found
+
+    for out, want in run(table):
         np.testing.assert_array_equal(out, want)
 
 
 @pytest.mark.slow
 def test_every_combiner_is_known():
     table, ids = jnp.ones((5, 2)), jnp.array([[1, 2]])
-    for combiner in _embedding.COMBINERS:
-        out = sj.nn.EmbeddingBag(5, 2, combiner=combiner)({"embedding": table}, ids)
-        want = sj.embedding_bag(table, ids, combiner=combiner)
+
+    @jax.jit
+    def run(table):
+        params, found = {"embedding": table}, []
+        for combiner in _embedding.COMBINERS:
+            out = sj.nn.EmbeddingBag(5, 2, combiner=combiner)(params, ids)
+            found.append((out, sj.embedding_bag(table, ids, combiner=combiner)))
+        return found
+
+    for out, want in run(table):
         np.testing.assert_array_equal(out, want)
     known = ", ".join(map(repr, _embedding.COMBINERS))
     with pytest.raises(ValueError, match=f"must be one of {known}, got 'median'"):
@@ -141,19 +160,27 @@ def test_forms_of_bags():
     params = _params(layer)
     padded = jnp.array([[3, 7], [5, -1], [-1, -1]])
     weights = jnp.array([[0.5, 2.0], [3.0, jnp.nan], [jnp.nan, jnp.nan]])
-    want = layer(params, padded, weights=weights)
-    table = params["embedding"]
+    table = np.asarray(params["embedding"])
     first = 0.5 * table[3] + 2 * table[7]
-    rows = jnp.stack([first, 3 * table[5], jnp.zeros(D)])
-    np.testing.assert_allclose(want, rows, rtol=1e-5)
+    want = np.stack([first, 3 * table[5], np.zeros(D, np.float32)])
     flat, ids = jnp.array([3, 7, 5, 9]), jnp.array([0, 0, 1, 3])
     w = jnp.array([0.5, 2.0, 3.0, jnp.nan])
-    out = layer(params, flat, ids, 3, weights=w, indices_are_sorted=True)
-    np.testing.assert_allclose(out, want, rtol=1e-6)
     st = sj.SegmentTensor(flat, ids, 3, True)
-    np.testing.assert_allclose(layer(params, st, weights=w), want, rtol=1e-6)
     both = sj.SegmentTensor({"index": flat, "value": w}, ids, 3, True)
-    np.testing.assert_allclose(layer(params, both), want, rtol=1e-6)
+
+    @jax.jit
+    def run(params):
+        return (
+            layer(params, padded, weights=weights),
+            layer(params, flat, ids, 3, weights=w, indices_are_sorted=True),
+            layer(params, st, weights=w),
+            layer(params, both),
+        )
+
+    padded_out, *others = run(params)
+    np.testing.assert_allclose(padded_out, want, rtol=1e-5)
+    for out in others:
+        np.testing.assert_allclose(out, padded_out, rtol=1e-6)
 
 
 def test_types_of_results():
@@ -179,15 +206,20 @@ def test_sparse_grad_false_is_dense_always():
         layer = kind(V, D, sparse_grad=False)
         params, ids = _params(layer), jnp.array([[3, 7]])
         loss = lambda p, layer=layer, ids=ids: jnp.sum(jnp.sin(layer(p, ids)))
-        g = jax.jit(sj.grad(loss))(params)["embedding"]
+        two = jax.tree.map(lambda x: np.stack([x, x]), params)
+
+        @jax.jit
+        def run(params, two, loss=loss):
+            grads = sj.grad(loss)(params), jax.grad(loss)(params)
+            return *grads, jax.vmap(jax.grad(loss))(two)
+
+        g, want, mapped = (x["embedding"] for x in run(params, two))
         assert isinstance(g, jax.Array)
-        assert_trees_close(g, jax.grad(loss)(params)["embedding"])
+        assert_trees_close(g, want)
+        assert_trees_close(mapped[1], want)
         with pytest.raises(sj.DensifyError, match="dense_gradient"):
             sj.grad(loss, tables=True)(params)
-        check_grads(loss, (params,), 1, ["fwd", "rev"], rtol=1e-2, atol=1e-2)
-        two = jax.tree.map(lambda x: jnp.stack([x, x]), params)
-        g = jax.vmap(jax.grad(loss))(two)["embedding"]
-        assert_trees_close(g[1], jax.grad(loss)(params)["embedding"])
+        check_grads(jax.jit(loss), (params,), 1, ["fwd", "rev"], rtol=1e-2, atol=1e-2)
         # Nothing of it is left when it is compiled.
         lowered = jax.jit(layer).lower(params, ids).compile()
         assert f"f32[{V},{D}]{{1,0}} copy(" not in str(lowered.as_text())
@@ -244,7 +276,7 @@ def test_required_sparse_gradients():
 def test_attend():
     layer = sj.nn.Embedding(V, D)
     params, query = _params(layer), jax.random.normal(jax.random.key(1), (2, 4, D))
-    want = jnp.einsum("abd,vd->abv", query, params["embedding"])
+    want = np.einsum("abd,vd->abv", query, params["embedding"])
     assert_trees_close(layer.attend(params, query), want)
     half = dataclasses.replace(layer, dtype="bfloat16").attend(params, query)
     assert half.dtype == jnp.bfloat16
@@ -253,9 +285,10 @@ def test_attend():
         logits = layer.attend(params, layer(params, ids))
         return jnp.mean(jax.nn.logsumexp(logits, axis=-1))
 
-    g = sj.grad(tied)(params, jnp.array([3, 7]))["embedding"]
+    both = jax.jit(lambda *args: (sj.grad(tied)(*args), jax.grad(tied)(*args)))
+    g, want = (x["embedding"] for x in both(params, np.array([3, 7])))
     assert isinstance(g, jax.Array)  # all rows are scored
-    assert_trees_close(g, jax.grad(tied)(params, jnp.array([3, 7]))["embedding"])
+    assert_trees_close(g, want)
     for wrong in (jnp.ones((2, D + 1)), jnp.ones(D, jnp.int32), "query", jnp.ones(())):
         with pytest.raises(TypeError, match=r"attend: query must be .*\[\.\.\., 3\]"):
             layer.attend(params, wrong)
@@ -352,14 +385,22 @@ def test_wrong_calls():
 def test_the_table_alone_is_params_enough():
     """As it is pulled from a store: the gradient then has the same rows."""
     layer = sj.nn.Embedding(50, 2)
-    params = layer.init(jax.random.key(0))
-    ids = jnp.array([3, 7, 3])
+    params = _params(layer)
+    ids = np.array([3, 7, 3])
     bag = sj.nn.EmbeddingBag(50, 2)
     table = params["embedding"]
-    np.testing.assert_array_equal(layer(table, ids), layer(params, ids))
-    np.testing.assert_array_equal(bag(table, ids[None]), bag(params, ids[None]))
-    pulled = sj.SelectedRows(jnp.array([3, 7]), table[jnp.array([3, 7])], 50)
-    np.testing.assert_array_equal(layer(pulled, ids), layer(params, ids))
-    gradient = sj.grad(lambda pulled: jnp.sum(layer(pulled, ids)))(pulled)
+    rows = np.array([3, 7])
+    pulled = sj.SelectedRows(rows, np.asarray(table)[rows], 50)
+
+    @jax.jit
+    def run(params, table, pulled):
+        found = layer(table, ids), bag(table, ids[None]), layer(pulled, ids)
+        want = layer(params, ids), bag(params, ids[None]), layer(params, ids)
+        loss = lambda pulled: jnp.sum(layer(pulled, ids))
+        return found, want, sj.grad(loss)(pulled)
+
+    found, want, gradient = run(params, table, pulled)
+    for x, y in zip(found, want):
+        np.testing.assert_array_equal(x, y)
     np.testing.assert_array_equal(gradient.rows, [3, 7])
     np.testing.assert_array_equal(gradient.values, [[2, 2], [1, 1]])

@@ -358,7 +358,7 @@ def test_a_step_without_catch_up_is_refused():
     for step in (
         lambda: plain(params, state),  # the first step
         lambda: plain(*after_one),
-        lambda: plain(*tx.flush(*after_one)),
+        lambda: plain(*FLUSH(*after_one)),
         lambda: jax.lax.scan(lambda c, _: (plain(*c), None), after_one, None, length=2),
     ):
         with pytest.raises(ValueError, match=missing):
@@ -422,8 +422,9 @@ def test_hyperparameters_set_by_hand():
     apply, apply_dense, flush = make_step(tx), make_apply(inner), jit(tx.flush)
     for number in range(9):
         if number == 5:
-            state.inner.hyperparams["learning_rate"] = jnp.asarray(0.01)
-            dense_state.hyperparams["learning_rate"] = jnp.asarray(0.01)
+            rate = jnp.asarray(0.01, jnp.float32)
+            state.inner.hyperparams["learning_rate"] = rate
+            dense_state.hyperparams["learning_rate"] = rate
             params, state = flush(params, state)
         grads = gradient([number % 3, number])
         params, state = apply(params, state, grads)

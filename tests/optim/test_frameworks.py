@@ -426,14 +426,13 @@ def test_exact_without_catch_up_is_refused(framework, tx):
 def test_a_whole_model():
     """With leaves that are not trained: right for equinox, refused for nnx."""
     tx = lazy(optax.chain(SGD, optim.ema(0.5), optim.weight_decay(0.1)))
+    eqx, nnx = Equinox(_weights(), tx), NnxOptimizer(_weights(), tx)
+    _train(eqx, Part(tx, None))
+    model = eqx.eqx.combine(eqx.params, eqx.model)
     for call in optim.ema_params, lambda *both: optim.flush_weight_decay(*both)[0]:
-        eqx = Equinox(_weights(), tx)
-        _train(eqx, Part(tx, None))
-        model = eqx.eqx.combine(eqx.params, eqx.model)
         whole, trained = call(model, eqx.state), call(eqx.params, eqx.state)
         assert whole.activation is model.activation
         assert_trees_close(eqx.eqx.filter(whole, eqx.eqx.is_array), trained)
-        nnx = NnxOptimizer(_weights(), tx)
         with pytest.raises(ValueError, match=r"has a Model for a State\. .*nnx\.state"):
             call(nnx.model, nnx.state)
 

@@ -32,7 +32,7 @@ def _params():
     # The reset row starts at its new weights.
     table = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
     table[2] = 0
-    return {"table": jnp.asarray(table), "w": jnp.ones(D)}
+    return {"table": table, "w": np.ones(D, np.float32)}
 
 
 def _update(tx, grads: Any, state: Any, params: Any) -> Any:
@@ -47,7 +47,7 @@ def _grads(k, rows):
     rng = np.random.default_rng(k)
     values = rng.normal(size=(len(rows), D)).astype(np.float32)
     w = rng.normal(size=D).astype(np.float32)
-    return {"table": sj.SelectedRows(jnp.array(rows), values, V), "w": jnp.asarray(w)}
+    return {"table": sj.SelectedRows(np.array(rows), values, V), "w": w}
 
 
 @pytest.mark.parametrize("name", slow_but(CHOSEN, "adam"))
@@ -82,22 +82,27 @@ def test_a_row_is_as_if_never_touched(name):
 
 def test_other_rows_keep_their_bits_and_new_ones_are_of_the_initializer():
     tx = sj.optim.lazy(optax.adam(0.1))
-    params = _params()
-    updates, state = _update(tx, _grads(0, [0, 2, 5]), tx.init(params), params)
-    params = _apply(params, updates)
-    new, fresh = sj.optim.reset_rows(
-        tx,
-        state,
-        params,
-        {"table": jnp.array([5, V]), "w": None},
-        embedding_init=jax.nn.initializers.normal(2.0),
-        key=3,
-    )
+
+    @jax.jit
+    def run(params):
+        updates, state = _update(tx, _grads(0, [0, 2, 5]), tx.init(params), params)
+        params = _apply(params, updates)
+        reset = sj.optim.reset_rows(
+            tx,
+            state,
+            params,
+            {"table": np.array([5, V]), "w": None},
+            embedding_init=jax.nn.initializers.normal(2.0),
+            key=3,
+        )
+        drawn = jax.random.fold_in(jax.random.key(3), 0)
+        drawn = jax.nn.initializers.normal(2.0)(drawn, (2, D), jnp.float32)
+        return params, state, *reset, drawn
+
+    params, state, new, fresh, drawn = jax.tree.map(np.asarray, run(_params()))
     others = np.array([0, 1, 2, 3, 4, 6])
     assert_same_bits(new["table"][others], params["table"][others])
     assert_same_bits(new["w"], params["w"])
-    drawn = jax.random.fold_in(jax.random.key(3), 0)
-    drawn = jax.nn.initializers.normal(2.0)(drawn, (2, D), jnp.float32)
     assert_same_bits(new["table"][5], drawn[0])
     for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(fresh)):
         if before.shape == (V, D):
@@ -126,20 +131,24 @@ def test_copies_of_weights_in_the_state_are_those_of_the_new_weights():
 @pytest.mark.slow
 def test_missed_decay_counts_from_the_reset():
     tx = sj.optim.lazy(optax.chain(optax.sgd(1.0), sj.optim.weight_decay(0.5)))
-    table = jnp.ones((V, 1))
-    state = tx.init(table)
-    zero = lambda row: sj.SelectedRows([row], jnp.zeros((1, 1)), V)
-    for row in (0, 1):
-        updates, state = _update(tx, zero(row), state, table)
+    zero = lambda row: sj.SelectedRows(np.array([row]), np.zeros((1, 1), np.float32), V)
+
+    @jax.jit
+    def run(table):
+        state = tx.init(table)
+        for row in (0, 1):
+            updates, state = _update(tx, zero(row), state, table)
+            table = _apply(table, updates)
+        ones = jax.nn.initializers.ones
+        table, state = sj.optim.reset_rows(
+            tx, state, table, np.array([3]), embedding_init=ones, key=0
+        )
+        updates, state = _update(tx, zero(3), state, table)
         table = _apply(table, updates)
-    ones = jax.nn.initializers.ones
-    table, state = sj.optim.reset_rows(
-        tx, state, table, jnp.array([3]), embedding_init=ones, key=0
-    )
-    updates, state = _update(tx, zero(3), state, table)
-    table = _apply(table, updates)
-    np.testing.assert_allclose(table[3], 0.5, rtol=1e-6)
-    table, _ = sj.optim.flush_weight_decay(table, state)
+        return table, sj.optim.flush_weight_decay(table, state)[0]
+
+    before, table = run(np.ones((V, 1), np.float32))
+    np.testing.assert_allclose(before[3], 0.5, rtol=1e-6)
     np.testing.assert_allclose(
         table[:, 0], [0.125] * 3 + [0.5] + [0.125] * 3, rtol=1e-6
     )
@@ -148,29 +157,27 @@ def test_missed_decay_counts_from_the_reset():
 @pytest.mark.slow
 def test_rows_of_exact_are_up_to_date():
     """Dense training of a row of ones that is new at step 2."""
-    tx = sj.optim.exact(optax.adamw(0.1, weight_decay=0.5))
-    params = {"table": jnp.ones((V, 1))}
-    state = tx.init(params)
+    decay = optax.add_decayed_weights(0.5)
+    tx = sj.optim.exact(optax.chain(optax.trace(0.5), decay, optax.scale(-0.1)))
 
-    @jax.jit
     def step(params, state, row):
         params, state = tx.catch_up(params, state, {"table": row})
-        grads = {"table": sj.SelectedRows(row, jnp.ones((1, 1)), V)}
+        grads = {"table": sj.SelectedRows(row, np.ones((1, 1), np.float32), V)}
         updates, state = _update(tx, grads, state, params)
         return _apply(params, updates), state
 
-    for _ in range(2):
-        params, state = step(params, state, jnp.array([4]))
-    params, state = sj.optim.reset_rows(
-        tx,
-        state,
-        params,
-        {"table": jnp.array([4])},
-        embedding_init=jax.nn.initializers.ones,
-        key=0,
-    )
-    params, state = step(params, state, jnp.array([0]))
-    params, _ = jax.jit(tx.flush)(params, state)
+    @jax.jit
+    def run(params):
+        state, row = tx.init(params), {"table": np.array([4])}
+        for _ in range(2):
+            params, state = step(params, state, row["table"])
+        params, state = sj.optim.reset_rows(
+            tx, state, params, row, embedding_init=jax.nn.initializers.ones, key=0
+        )
+        params, state = step(params, state, np.array([0]))
+        return tx.flush(params, state)[0]
+
+    params = run({"table": np.ones((V, 1), np.float32)})
     np.testing.assert_allclose(params["table"][4], 0.95, rtol=1e-6)
     np.testing.assert_allclose(params["table"][5], 0.95**3, rtol=1e-6)
 
@@ -179,14 +186,20 @@ def test_rows_of_exact_are_up_to_date():
 def test_accumulated_gradients_are_dropped(capacity):
     """The slots of other rows stay where they are."""
     tx = sj.optim.accumulate(sj.optim.lazy(optax.sgd(1.0)), 2, capacity={"t": capacity})
-    params = {"t": jnp.zeros((V, 1))}
-    grad = lambda rows, x: {"t": sj.SelectedRows(rows, jnp.full((2, 1), x), V)}
+    full = lambda x: np.full((2, 1), x, np.float32)
+    grad = lambda rows, x: {"t": sj.SelectedRows(np.array(rows), full(x), V)}
     dense = lambda rows, x: {"t": grad(rows, x)["t"].to_dense()}
     make = dense if capacity is None else grad
-    _, state = _update(tx, make([1, 2], 8.0), tx.init(params), params)
-    params, state = sj.optim.reset_rows(tx, state, params, {"t": jnp.array([1, 5])})
-    updates, state = _update(tx, make([1, 6], 2.0), state, params)
-    params = _apply(params, updates)
+
+    @jax.jit
+    def run(params):
+        _, state = _update(tx, make([1, 2], 8.0), tx.init(params), params)
+        rows = {"t": np.array([1, 5])}
+        params, state = sj.optim.reset_rows(tx, state, params, rows)
+        updates, state = _update(tx, make([1, 6], 2.0), state, params)
+        return _apply(params, updates)
+
+    params = run({"t": np.zeros((V, 1), np.float32)})
     assert params["t"][:, 0].tolist() == [0, -1, -4, 0, 0, 0, -1]
 
 
