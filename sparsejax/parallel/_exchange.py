@@ -668,7 +668,7 @@ def receive_by_ranges(
         until = jnp.min(jnp.where(stops < 0, ~stops, last_row))
         got = jnp.where(got < 0, ~got, got)
         got = jnp.where(got <= until, got, _arguments.scalar(owners.rows, got))
-        carry = apply(got.reshape(-1), rows.reshape(-1, *rows.shape[2:]), carry)
+        carry = apply(got.reshape(-1), indexing.merge_axes(rows, 2), carry)
         until = lax.all_gather(until, owners.axes)
         sent = jnp.searchsorted(groups.rows, starts + until, side="right")
         return jnp.any(until < last_row), sent.astype(jnp.int32) - groups.first, carry

@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 
-import probe
 import sparsejax as sj
 from helpers import (
     assert_lazy_step,
@@ -32,7 +31,7 @@ from optimizers import (
     make_params,
     row_gradient,
 )
-from sparsejax.optim import global_norm, is_row_separable, lazy
+from sparsejax.optim import global_norm, lazy
 
 
 # optax itself relies on implicit promotion; the last test is about our own code.
@@ -62,14 +61,8 @@ def _steps(tx, count=None):
     return lifted, sparse, dense
 
 
-# What these do to a row, and their state, is among the others'.
-ALIKE = {"nesterov", "rmsprop", "adamaxw", "nadamw", "signum", "yogi", "adabelief"}
-ALIKE |= {"schedule_free_adamw", "simplified_ademamix"}
-NAMES = [name for name in SEPARABLE if name not in ALIKE]
-
-
 @pytest.mark.window
-@pytest.mark.parametrize("name", slow_but(NAMES, *QUICK_SEPARABLE))
+@pytest.mark.parametrize("name", slow_but(SEPARABLE, *QUICK_SEPARABLE))
 def test_equals_the_dense_run_with_other_rows_put_back(name):
     tx, traces = SEPARABLE[name](), []
     lifted, sparse, dense = _steps(tx, traces)
@@ -84,12 +77,6 @@ def test_equals_the_dense_run_with_other_rows_put_back(name):
         params, state = found
     assert len(traces) == 1
     assert all(jnp.all(jnp.isfinite(p)) for p in jax.tree.leaves(params))
-
-
-def test_the_others_alike_are_judged_as_their_oracle_finds():
-    for name in sorted(ALIKE):
-        tx = SEPARABLE[name]()
-        assert is_row_separable(tx) and probe.of_one_table(tx) is None, name
 
 
 @pytest.mark.slow
