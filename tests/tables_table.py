@@ -292,7 +292,10 @@ def _averaged() -> Any:
 
     @jax.jit
     def last(history):
-        step = lambda state, weights: average.update(weights, state)[::-1]
+        def step(state, weights) -> Any:
+            out, state = average.update(weights, state)
+            return state, out
+
         return jax.lax.scan(step, average.init(WHOLE), history)[1][-1]
 
     return last(_train_dense(optax.sgd(0.1))[1])

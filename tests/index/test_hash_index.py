@@ -216,7 +216,8 @@ def test_steps_of_any_size(first):
 def test_steps_of_64_bits_under_x64(x64):
     index = sj.HashIndex.create(2)
     for keys, more in ([7, 9], 0), ([7, 7], 2**32), ([4, 4], 2**33):
-        index, _, evicted = insert(index, np.int32(keys), np.int64(NOW + more))
+        keys = np.array(keys, np.int32)
+        index, _, evicted = insert(index, keys, np.int64(NOW + more))
     assert evicted.tolist() == [1, 2]
 
 

@@ -90,8 +90,8 @@ def test_equals_brute_force(chunk_size):
 def test_cosine_and_float64(x64):
     table, queries = RNG.normal(size=(V, D)), RNG.normal(size=(B, D))
     table[3] = 0
-    search = jax.jit(lambda *args: sj.top_k(*args, V, score="cosine", chunk_size=50))
-    found = search(table, queries)
+    cosine_scores = functools.partial(sj.top_k, k=V, score="cosine", chunk_size=50)
+    found = jax.jit(cosine_scores)(table, queries)
     scores, ids = best(cosine(queries, table), V)
     assert found[0].dtype == jnp.float64
     np.testing.assert_allclose(found[0], scores, atol=1e-14)
