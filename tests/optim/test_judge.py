@@ -53,7 +53,7 @@ INTENDED = {
     # The oracle compares leaves; lazy needs a state whose structure stays.
     "optax.monitor": True,
 }
-# What is in SEPARABLE is trained against optax, or judged, in test_lazy.py.
+# What is in SEPARABLE is trained against optax in test_lazy.py.
 ALL = {**CLIPPED_LAST, **{name: make for name, (make, _) in REFUSED.items()}}
 ALL |= {
     f"{prefix}.{name}": entry.make
