@@ -339,3 +339,11 @@ class count_traces:  # lower case: it is called like a function
     def __call__(self, *args, **kwargs):
         self.count += 1
         return self.f(*args, **kwargs)
+
+
+def drawn(specs, scale=1.0, seed=0):
+    """The tree with normal random numbers of NumPy in place of abstract arrays."""
+    rng = np.random.default_rng(seed)
+    is_abstract = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    draw = lambda x: jnp.array(rng.normal(0, scale, x.shape), x.dtype)
+    return jax.tree.map(lambda x: draw(x) if is_abstract(x) else x, specs)

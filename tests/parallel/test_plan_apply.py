@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import sparsejax as sj
-from helpers import assert_trees_close, whole
+from helpers import assert_trees_close, drawn, whole
 
 
 # Optax's Adam and flax need loose promotion.
@@ -68,11 +68,9 @@ def dlrm(users, items, width, stacked=True):
         crossed = jnp.einsum("bfd,bgd->bfg", rows, rows).reshape(len(rows), -1)
         return jnp.mean((jnp.tanh(crossed) @ params["w"] - batch["label"]) ** 2)
 
-    rng = np.random.default_rng(0)
     specs = jax.eval_shape(lambda: layer.init(jax.random.key(0)))
-    draw = lambda x: jnp.array(rng.normal(size=x.shape) / np.sqrt(width), x.dtype)
     w = jnp.array(np.linspace(-1.0, 1.0, 16, dtype=np.float32))
-    return {"tables": jax.tree.map(draw, specs), "w": w}, loss_fn
+    return {"tables": drawn(specs, width**-0.5), "w": w}, loss_fn
 
 
 def make_batch(seed, users=USERS, items=ITEMS, size=BATCH, draw=None):

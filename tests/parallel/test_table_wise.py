@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import assert_trees_close, whole
+from helpers import assert_trees_close, drawn, whole
 from sparsejax.parallel._layout import Mod
 
 
@@ -72,10 +72,7 @@ def make_loss(layer):
 
 def init(layer):
     """The parameters of `layer.init` in shape, with numbers of NumPy."""
-    rng = np.random.default_rng(7)
-    specs = jax.eval_shape(lambda: layer.init(jax.random.key(0)))
-    draw = lambda x: jnp.array(rng.normal(size=x.shape), x.dtype)
-    return jax.tree.map(draw, specs)
+    return drawn(jax.eval_shape(lambda: layer.init(jax.random.key(0))), seed=7)
 
 
 def make_params(layer):

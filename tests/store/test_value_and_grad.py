@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_trees_close, count_traces
+from helpers import assert_same_bits, assert_trees_close, count_traces, drawn
 from test_store import TRANSFORMATIONS
 
 
@@ -683,14 +683,6 @@ def assert_trains_as_in_memory(store, loss, in_memory, on_store, tables):
     assert {t.name for t in tables(on_store).values()} == {"items", "users"}
 
 
-def drawn(specs):
-    """The tree with random numbers in place of abstract arrays."""
-    rng = np.random.default_rng(0)
-    is_abstract = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    draw = lambda x: jnp.array(rng.normal(0, 0.5, x.shape), x.dtype)
-    return jax.tree.map(lambda x: draw(x) if is_abstract(x) else x, specs)
-
-
 def store_with(tables):
     store = sj.store.KVStore()
     for name, table in tables.items():
@@ -712,7 +704,7 @@ def test_linen():
 
     model = Model()
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), make_batch()))
-    params = drawn(params)
+    params = drawn(params, 0.5)
     tables = lambda p: {n: p["params"][n]["embedding"] for n in ("items", "users")}
     store = store_with(tables(params))
     on_store = copy.deepcopy(jax.tree.map(jnp.copy, params))
@@ -771,7 +763,7 @@ def test_equinox(order):
         def __call__(self, user, item):
             return self.top(jnp.concatenate([self.users(user), self.items(item)]))
 
-    model = drawn(eqx.filter_eval_shape(lambda: Model(jax.random.key(0))))
+    model = drawn(eqx.filter_eval_shape(lambda: Model(jax.random.key(0))), 0.5)
     tables = lambda m: {"items": m.items.weight, "users": m.users.weight}
     store = store_with(tables(model))
     where = lambda m: (m.users.weight, m.items.weight)
