@@ -3,7 +3,7 @@
     python examples/word2vec.py --text book.txt.gz --seconds 60
 
 Two tables, of words and of the words near them, learn to tell neighbours in the text
-from random words (Mikolov et al., 2013). The text is cut into chunks of 64 words: a row
+from random words (Mikolov et al., 2013). The text is cut into chunks of 32 words: a row
 is read once for all pairs of its word, and the words of a chunk share their negatives.
 """
 
@@ -31,7 +31,7 @@ try:
 except ImportError:
     tqdm = None
 
-CHUNKS, PLACES, DRAWN = 32, 64, 64  # of a step; words and negatives of a chunk
+CHUNKS, PLACES, DRAWN = 64, 32, 32  # of a step; words and negatives of a chunk
 WINDOW, NEGATIVES, TIMED_ROWS = 5, 5, 200_000  # a pair counts as if it had NEGATIVES
 
 
