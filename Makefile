@@ -17,7 +17,8 @@ NAME ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+# .ci/run sets another one.
+INSTALL ?= $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
