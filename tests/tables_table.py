@@ -280,7 +280,7 @@ def _train_dense(tx: Any) -> Any:
 class Training(NamedTuple):
     """An optimizer, and plain optax's result."""
 
-    make: Callable[[], Any]
+    tx: Any
     dense: Callable[[], Any]
     dtype: Any = jnp.float32
     tolerance: float = 1e-4
@@ -302,24 +302,24 @@ def _averaged() -> Any:
 
 TRAININGS = {
     "`lazy(tx)`": Training(
-        lambda: sj.optim.lazy(optax.adagrad(0.1)),
+        sj.optim.lazy(optax.adagrad(0.1)),
         lambda: _train_dense(optax.adagrad(0.1))[0],
     ),
     "`exact(tx)`": Training(
-        lambda: sj.optim.exact(optax.adam(0.1)),
+        sj.optim.exact(optax.adam(0.1)),
         lambda: _train_dense(optax.adam(0.1))[0],
         tolerance=1e-3,
     ),
     "`accumulate(tx, k)`": Training(
-        lambda: sj.optim.accumulate(sj.optim.lazy(optax.adagrad(0.1)), 2, capacity=12),
+        sj.optim.accumulate(sj.optim.lazy(optax.adagrad(0.1)), 2, capacity=12),
         lambda: _train_dense(optax.MultiSteps(optax.adagrad(0.1), 2))[0],
     ),
     "`ema(decay)`": Training(
-        lambda: sj.optim.lazy(optax.chain(optax.sgd(0.1), sj.optim.ema(0.5))),
+        sj.optim.lazy(optax.chain(optax.sgd(0.1), sj.optim.ema(0.5))),
         _averaged,
     ),
     "`rounding(tx, master=True)`": Training(
-        lambda: sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True),
+        sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True),
         lambda: _train_dense(optax.sgd(0.1))[0],
         jnp.bfloat16,
         tolerance=0.05,
@@ -335,7 +335,7 @@ def _dense_result(row: str) -> np.ndarray:
 def try_training(name: str, row: str) -> None:
     training = TRAININGS[row]
     dtype = jnp.float32 if name == "quantized" else training.dtype
-    tx = training.make()
+    tx = training.tx
     if name == "stack" and row == "`accumulate(tx, k)`":
         lazy = sj.optim.lazy(optax.adagrad(0.1))
         tx = sj.optim.accumulate(lazy, 2, capacity=12, stacked=True)
