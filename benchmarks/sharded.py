@@ -289,7 +289,8 @@ def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]
         tx=tx,
         stacks=layer.heights(),
     )
-    (found,) = plan().tables
+    best = plan()
+    (found,) = best.tables
     compiled, state, losses, programs = {}, {}, {}, {}
     for name in found.costs:
         applied = plan(layouts={found.name: name})
@@ -318,7 +319,7 @@ def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]
         np.testing.assert_allclose(
             loss, losses["row-sharded"], rtol=1e-4, err_msg=f"{name}: another loss"
         )
-    put = lambda: jax.device_put(batch(), plan().batch_sharding)
+    put = lambda: jax.device_put(batch(), best.batch_sharding)
     times, _ = timing.alternate(
         programs, state, put, repeats=args.repeats, seconds=args.seconds
     )

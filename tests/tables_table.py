@@ -147,7 +147,7 @@ def try_read(name: str, read: Any) -> None:
     _compare_read(kind, leaf, read, ids, np.asarray(kind.dense(leaf)))
 
 
-def _values_and_gradient(read: Any, grad: Any, view: Any, ids: Any, table: Any) -> Any:
+def _values_and_gradient(read: Any, grad: Any, view: Any, table: Any, ids: Any) -> Any:
     """The rows of the gradient that the ids name."""
     fun = lambda table: read(view(table), ids)
     if read is _top_k or isinstance(table, sj.QuantizedTable):
@@ -157,15 +157,15 @@ def _values_and_gradient(read: Any, grad: Any, view: Any, ids: Any, table: Any) 
 
 
 @functools.cache
-def _plain(read: Any) -> Any:
-    """The read of an array and its gradient, compiled once for all kinds of table."""
-    same = lambda table: table
-    return jax.jit(functools.partial(_values_and_gradient, read, jax.grad, same, IDS))
+def _program(read: Any, grad: Any, view: Any) -> Any:
+    """The read of a table and its gradient, compiled once for tables of one type."""
+    return jax.jit(functools.partial(_values_and_gradient, read, grad, view))
 
 
 def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> None:
-    ours = functools.partial(_values_and_gradient, read, sj.grad, kind.view, ids)
-    (got, rows), (want, dense) = jax.jit(ours)(leaf), _plain(read)(jnp.asarray(whole))
+    got, rows = _program(read, sj.grad, kind.view)(leaf, ids)
+    plain = _program(read, jax.grad, KINDS["array"].view)
+    want, dense = plain(jnp.asarray(whole), IDS)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     if rows is not None:
         np.testing.assert_allclose(rows, dense, rtol=1e-5, atol=1e-5)
@@ -177,14 +177,12 @@ def _from_store(name: str, tx: Any) -> tuple[Any, Any, Any]:
     store.init("t", WHOLE, tx)
     if name == "store":
         return store.pull("t", IDS), IDS, store
-    cache = sj.store.CachedTable(store, "t", slots=24)
+    cache = sj.store.CachedTable(store, "t", slots=V)
     params: Any = {"t": cache.array}
     state = cache.attach(tx, params)
     params, state, slots = cache.prepare(IDS, params, state)
     if tx is not None:
-        grads: Any = {
-            "t": sj.SelectedRows(slots.ravel(), jnp.ones((slots.size, D)), 24)
-        }
+        grads: Any = {"t": sj.SelectedRows(slots.ravel(), jnp.ones((slots.size, D)), V)}
         updates, state = sj.optim.lazy(tx).update(grads, state, params)
         params = optax.apply_updates(params, updates)
         cache.flush(params, state)
@@ -216,9 +214,10 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
     if name == "store":
         with sj.store.KVStore() as store:
             store.init("t", whole, tx)
+            grad = jax.jit(sj.grad(loss_fn))
             for ids in BATCHES:
                 pulled = {"t": store.pull("t", ids)}
-                store.push("t", jax.jit(sj.grad(loss_fn))(pulled, ids)["t"])
+                store.push("t", grad(pulled, ids)["t"])
             return store.pull_all("t")
     if name == "cached":
         with sj.store.KVStore() as store:
@@ -253,7 +252,7 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
     if is_exact:
         params, state = jax.jit(tx.flush)(params, state)
     if _states(state):
-        params = sj.optim.ema_params(params, state)
+        params = jax.jit(sj.optim.ema_params)(params, state)
     return kind.dense(params["t"])
 
 
@@ -281,7 +280,7 @@ def _train_dense(tx: Any) -> Any:
 class Training(NamedTuple):
     """An optimizer, and plain optax's result."""
 
-    make: Callable[[], Any]
+    tx: Any
     dense: Callable[[], Any]
     dtype: Any = jnp.float32
     tolerance: float = 1e-4
@@ -303,24 +302,24 @@ def _averaged() -> Any:
 
 TRAININGS = {
     "`lazy(tx)`": Training(
-        lambda: sj.optim.lazy(optax.adagrad(0.1)),
+        sj.optim.lazy(optax.adagrad(0.1)),
         lambda: _train_dense(optax.adagrad(0.1))[0],
     ),
     "`exact(tx)`": Training(
-        lambda: sj.optim.exact(optax.adam(0.1)),
+        sj.optim.exact(optax.adam(0.1)),
         lambda: _train_dense(optax.adam(0.1))[0],
         tolerance=1e-3,
     ),
     "`accumulate(tx, k)`": Training(
-        lambda: sj.optim.accumulate(sj.optim.lazy(optax.adagrad(0.1)), 2, capacity=12),
+        sj.optim.accumulate(sj.optim.lazy(optax.adagrad(0.1)), 2, capacity=12),
         lambda: _train_dense(optax.MultiSteps(optax.adagrad(0.1), 2))[0],
     ),
     "`ema(decay)`": Training(
-        lambda: sj.optim.lazy(optax.chain(optax.sgd(0.1), sj.optim.ema(0.5))),
+        sj.optim.lazy(optax.chain(optax.sgd(0.1), sj.optim.ema(0.5))),
         _averaged,
     ),
     "`rounding(tx, master=True)`": Training(
-        lambda: sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True),
+        sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True),
         lambda: _train_dense(optax.sgd(0.1))[0],
         jnp.bfloat16,
         tolerance=0.05,
@@ -336,7 +335,7 @@ def _dense_result(row: str) -> np.ndarray:
 def try_training(name: str, row: str) -> None:
     training = TRAININGS[row]
     dtype = jnp.float32 if name == "quantized" else training.dtype
-    tx = training.make()
+    tx = training.tx
     if name == "stack" and row == "`accumulate(tx, k)`":
         lazy = sj.optim.lazy(optax.adagrad(0.1))
         tx = sj.optim.accumulate(lazy, 2, capacity=12, stacked=True)

@@ -72,15 +72,21 @@ def test_dense_of_any_rank(row_shape):
 def test_scipy_and_bcsr():
     sparse = pytest.importorskip("scipy.sparse")
     want = matrix()
-    bcsr = BCSR.fromdense(jnp.asarray(want), nse=20)
+    bcsr = jax.jit(BCSR.fromdense, static_argnames="nse")(want, nse=20)
     matrices = [sparse.csr_matrix(want), sparse.csr_array(want), bcsr]
-    products = jax.jit(
-        lambda: [(sj.dot(x, DENSE), sj.dot(x, LEFT, transpose=True)) for x in matrices]
-    )
-    for csr, (got, got_of_left) in zip(matrices, products(), strict=True):
+
+    @jax.jit
+    def products():
+        of_left = [sj.dot(x, LEFT, transpose=True) for x in matrices]
+        return [
+            (sj.dot(x, DENSE), y, y.to_dense())
+            for x, y in zip(matrices, of_left, strict=True)
+        ]
+
+    for csr, (got, of_left, dense) in zip(matrices, products(), strict=True):
         assert_trees_close(got, want @ DENSE)
-        assert got_of_left.height == C
-        assert_trees_close(got_of_left.to_dense(), want.T @ LEFT)
+        assert of_left.height == C
+        assert_trees_close(dense, want.T @ LEFT)
         with pytest.raises(ValueError, match=r"num_columns=96, but csr has shape"):
             sj.dot(csr, LEFT, transpose=True, num_columns=96)
     assert_trees_close(jax.jit(sj.dot)(bcsr, DENSE), want @ DENSE)

@@ -29,6 +29,9 @@ all_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS)
 each_bits = pytest.mark.parametrize("bits, scale_dtype", [(8, F32), (4, F16), (2, F16)])
 
 
+dequantize = jax.jit(sj.QuantizedTable.dequantize)
+
+
 @functools.cache
 def two_tables(bits, scale_dtype):
     """Tables of other rows, of one type."""
@@ -133,7 +136,7 @@ def test_greedy_search_is_caffe2s(bits):
     got = sj.quantize(x, bits, search="greedy")
     assert_same_bits(got.to_fused(), want)
     plain = sj.quantize(x, bits)
-    error = lambda t: np.linalg.norm(np.asarray(t.dequantize()) - x, axis=1)
+    error = lambda t: np.linalg.norm(np.asarray(dequantize(t)) - x, axis=1)
     assert np.all(error(got) <= error(plain) * 1.01 + 1e-6)
     assert np.sum(error(got) < 0.99 * error(plain)) > 8  # it pays
 
@@ -158,11 +161,11 @@ def test_errors_are_at_most_half_a_scale(bits, scale_dtype):
     # The rounding of the bias and of the scale to float16 add a little.
     slack = np.abs(x).max(1, keepdims=True) * (2e-3 if scale_dtype is F16 else 1e-5)
     slack += (1 << bits) * 2.0**-24 * (scale_dtype is F16)  # of small scales
-    assert np.all(np.abs(np.asarray(table.dequantize()) - x) <= 0.5 * scale + slack)
+    got = np.asarray(dequantize(table))
+    assert np.all(np.abs(got - x) <= 0.5 * scale + slack)
     equal = x.max(1) == x.min(1)
-    np.testing.assert_allclose(
-        table.dequantize()[equal], x[equal], rtol=1e-3 if scale_dtype is F16 else 0
-    )
+    rtol = 1e-3 if scale_dtype is F16 else 0
+    np.testing.assert_allclose(got[equal], x[equal], rtol=rtol)
 
 
 @each_bits
@@ -171,7 +174,7 @@ def test_symmetric(bits, scale_dtype):
     x[:, 0] = 0
     table = sj.quantize(x, bits, scale_dtype=scale_dtype, symmetric=True)
     got, negated = (
-        np.asarray(t.dequantize())
+        np.asarray(dequantize(t))
         for t in (table, sj.quantize(-x, bits, scale_dtype=scale_dtype, symmetric=True))
     )
     if jax.default_backend() == "cpu":
@@ -202,7 +205,7 @@ def test_rounding_at_random_is_unbiased():
 def test_rows_that_are_not_finite():
     x = make_rows(6)
     x[2, 1], x[4, 0] = np.nan, np.inf
-    got = jax.jit(lambda x: sj.quantize(x, 4).dequantize())(x)
+    got = np.asarray(jax.jit(lambda x: sj.quantize(x, 4).dequantize())(x))
     bad = np.isnan(got).all(axis=1)
     assert bad.tolist() == [False, False, True, False, True, False]
     assert not np.isnan(got[~bad]).any()
@@ -212,14 +215,19 @@ def test_rows_that_are_not_finite():
 
 def test_empty_and_odd_shapes():
     assert sj.quantize(np.ones((0, 3), F32)).dequantize().shape == (0, 3)
-    table = sj.quantize(np.ones((3, 0), F32), 4)
-    assert table.get(1).shape == (0,) and table.nbytes == 12
-    empty = sj.lookup(sj.quantize(np.ones((0, 3), F32)), jnp.array([0]))
-    assert np.isnan(empty).all()
     cube = np.arange(24, dtype=F32).reshape(3, 2, 4)
-    table = sj.quantize(cube)
-    assert table.shape == (3, 2, 4) and table.scale.shape == (3,)
-    np.testing.assert_allclose(table.get([[2, 0]]), cube[[2, 0]][None], atol=0.02)
+
+    @jax.jit
+    def run(cube):
+        narrow, table = sj.quantize(np.ones((3, 0), F32), 4), sj.quantize(cube)
+        empty = sj.lookup(sj.quantize(np.ones((0, 3), F32)), jnp.array([0]))
+        return narrow, narrow.get(1), empty, table, table.scale, table.get([[2, 0]])
+
+    narrow, row, empty, table, scale, rows = run(cube)
+    assert row.shape == (0,) and narrow.nbytes == 12
+    assert np.isnan(empty).all()
+    assert table.shape == (3, 2, 4) and scale.shape == (3,)
+    np.testing.assert_allclose(rows, cube[[2, 0]][None], atol=0.02)
 
 
 # ------------------------------------------------------------------ reads
@@ -227,6 +235,11 @@ def test_empty_and_odd_shapes():
 IDS = np.array([3, 11, 3, 0, 40, -1, 99, 7, 7, 20, 5, 12], np.int32)
 BAGS = np.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 9], np.int32)
 WEIGHTS = np.linspace(-1, 2, 12).astype(F32)
+
+
+@jax.jit
+def two_gets(table):
+    return table.get(IDS), sj.lookup(table, IDS, mode="zero")
 
 
 @jax.jit
@@ -263,11 +276,11 @@ def all_reads(table):
 def test_reads_are_those_of_the_dequantized_table(bits, scale_dtype):
     table = sj.quantize(make_rows(seed=5), bits, scale_dtype=scale_dtype)
     reads = all_reads if bits == 4 else some_reads
-    for a, b in zip(reads(table), reads(table.dequantize()), strict=True):
+    for a, b in zip(reads(table), reads(dequantize(table)), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         scale = np.nanmax(np.abs(np.asarray(b))) if b.size else 0
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6 * (1 + scale))
-    assert_same_bits(table.get(IDS), sj.lookup(table, IDS, mode="zero"))
+    assert_same_bits(*two_gets(table))
 
 
 @pytest.mark.slow
@@ -382,23 +395,21 @@ def test_layers_take_one():
         "dense": (sj.nn.Dense(4, in_features=9, use_bias=False), csr),
     }
 
-    given = {}
-    for name, (layer, inputs) in layers.items():
-        params = layer.init(jax.random.key(0))
-        small = {k: sj.quantize(w) for k, w in params.items()}
-        given[name] = small, {k: w.dequantize() for k, w in small.items()}, inputs
+    make = lambda layer, key: {k: sj.quantize(w) for k, w in layer.init(key).items()}
 
     @jax.jit
-    def run(given):
-        both = lambda layer, small, whole, x: (layer(small, x), layer(whole, x))
-        return {name: both(layers[name][0], *args) for name, args in given.items()}
+    def run(key):
+        found = {}
+        for name, (layer, inputs) in layers.items():
+            small = make(layer, key)
+            whole = {k: w.dequantize() for k, w in small.items()}
+            found[name] = layer(small, inputs), layer(whole, inputs)
+        return found, collection.get_table(make(collection, key), "b")
 
-    for name, (got, want) in run(given).items():
+    found, table = run(jax.random.key(0))
+    for name, (got, want) in found.items():
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
-    table = collection.get_table(
-        {k: sj.quantize(w) for k, w in collection.init(jax.random.key(0)).items()}, "b"
-    )
     assert isinstance(table, sj.QuantizedTable) and table.shape == (7, 4)
 
 
@@ -484,27 +495,35 @@ def test_requantize_and_average(bits, scale_dtype):
     x, y = (make_rows(seed=k) for k in (6, 7))
     a, b = (sj.quantize(t, bits, scale_dtype=scale_dtype) for t in (x, y))
     assert_same_bits(a.requantize(x).to_fused(), a.to_fused())
-    want = 0.75 * a.dequantize() + 0.25 * b.dequantize()
-    whole = b.dequantize()
-    average = lambda a, b: a.average(b, 0.25)
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, a)
-    for got in (
-        average(a, b),
-        jax.jit(average)(a, b),
-        a.average(whole, jnp.float32(0.25)),
-        jax.tree.map(lambda x: x[1], stacked.average(jnp.stack([whole] * 2), 0.25)),
-    ):
+    old, whole = np.asarray(dequantize(a)), np.asarray(dequantize(b))
+    want = 0.75 * old + 0.25 * whole
+
+    @jax.jit
+    def run(a, b):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, a)
+        of_stack = stacked.average(jnp.stack([whole] * 2), 0.25)
+        weight = jnp.float32(0.25)
+        last = jax.tree.map(lambda x: x[1], of_stack)
+        return a.average(b, 0.25), a.average(whole, weight), last
+
+    for got in (a.average(b, 0.25), *run(a, b)):
         assert repr(got) == repr(a)
         # Half a scale, and the rounding of a float16 bias and scale.
         slack = np.abs(want).max(1) * (2e-3 if scale_dtype is F16 else 1e-5)
         slack += (1 << bits) * 2.0**-24 * (scale_dtype is F16)
-        off = np.abs(got.dequantize() - want).max(1)
+        off = np.abs(np.asarray(dequantize(got)) - want).max(1)
         assert np.all(off <= 0.5 * np.asarray(got.scale, F32) + slack)
     # With a key, a step much smaller than a code takes effect in expectation.
     keys = jax.random.split(jax.random.key(0), 256)
-    moved = jax.vmap(lambda k: a.average(whole, 0.01, k).dequantize())(keys).mean(0)
-    want = 0.99 * a.dequantize() + 0.01 * whole
-    gap = np.asarray(a.average(whole, 0.01).scale, F32)[:, None]
+
+    @jax.jit
+    def move(a, keys):
+        at_random = jax.vmap(lambda k: a.average(whole, 0.01, k).dequantize())
+        return at_random(keys).mean(0), a.average(whole, 0.01)
+
+    moved, nearest = move(a, keys)
+    want = 0.99 * old + 0.01 * whole
+    gap = np.asarray(nearest.scale, F32)[:, None]
     slack = np.abs(want) * (2e-3 if scale_dtype is F16 else 1e-5) + 1e-4
     assert np.all(np.abs(moved - want) <= 0.2 * gap + slack)
 
@@ -627,22 +646,21 @@ def test_no_bags_and_no_rows():
 @pytest.mark.usefixtures("loose_promotion")  # optax's adam
 def test_a_step_in_8_bits_touches_the_rows_read():
     x = make_rows(40, 8, 6)
-    params = {"t": sj.quantize(x)}
+    params, before = {"t": sj.quantize(x)}, sj.quantize(x)
     tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
-    ids, target = jnp.array([7, 3, 7, 99]), 100 * jnp.ones((4, 8))
+    ids, target = jnp.array([7, 3, 7, 99]), np.full((4, 8), 100, F32)
     train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-    before = jax.tree.map(jnp.copy, params)["t"]
     after, state = train(params, tx.init(params), ids, target)
-    after = after["t"]
     others = np.delete(np.arange(40), [3, 7])
-    assert_same_bits(after.codes[others], before.codes[others])
-    assert_same_bits(after.scale_bias[others], before.scale_bias[others])
-    old = np.asarray(before.dequantize())
+    rest_of = jax.jit(lambda t: (t.codes[others], t.scale_bias[others]))
+    for got, want in zip(rest_of(after["t"]), rest_of(before), strict=True):
+        assert_same_bits(got, want)
+    old, rows = (np.asarray(dequantize(t)) for t in (before, after["t"]))
     # The gradient is 2 (row - target) for each read, and row 7 is read twice.
     want = {3: np.full(8, 100.0), 7: 200 - old[7]}
     for row, new in want.items():
         scale = np.ptp(new) / 255
-        np.testing.assert_allclose(after.get(row), new, atol=scale + 1e-4)
+        np.testing.assert_allclose(rows[row], new, atol=scale + 1e-4)
     assert state.step == 1 and state.master == ()
 
 
@@ -661,7 +679,7 @@ def test_updates_that_another_program_applies():
     """The sum with the scales is then computed, not known."""
     params = {"t": sj.quantize(make_rows(40, 8, 6), scale_dtype=F16)}
     tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
-    ids, target = jnp.array([7, 3, 7, 99]), 100 * jnp.ones((4, 8))
+    ids, target = jnp.array([7, 3, 7, 99]), np.full((4, 8), 100, F32)
     state = tx.init(params)
     want, _ = jax.jit(functools.partial(step, tx))(params, state, ids, target)
     update = lambda p: tx.update(gradients(p, ids, target), state, p)[0]
@@ -677,21 +695,22 @@ def test_rows_keep_their_scales_as_long_as_they_fit():
     """So numbers that did not change keep their codes, however they are rounded."""
     from sparsejax._rows import quantized
 
-    x = jnp.asarray(make_rows(20, 8, 7)[8:13])
-    table = sj.quantize(x)
-    rows = table.dequantize()
-    middle = rows.at[:, 3].set(rows.mean(axis=1))
-    outside = rows.at[:, 3].set(2 * rows.max(axis=1) + 1)
+    table = sj.quantize(make_rows(20, 8, 7)[8:13])
+    rows = np.asarray(dequantize(table))
+    middle, outside = rows.copy(), rows.copy()
+    middle[:, 3] = rows.mean(axis=1)
+    outside[:, 3] = 2 * rows.max(axis=1) + 1
     small = rows.mean(axis=1, keepdims=True) + 0.3 * (rows - rows.mean())
+    requantize = jax.jit(quantized.requantize, static_argnums=3)
     for new, fits in ((middle, True), (outside, False), (small, False)):
-        codes, pair = quantized.requantize(new, table.scale_bias, jax.random.key(0), 8)
+        codes, pair = requantize(new, table.scale_bias, jax.random.key(0), 8)
         assert np.array_equal(pair, table.scale_bias) == fits
         again = sj.QuantizedTable(codes, pair, 8, (8,), table.dtype)
-        off = np.abs(np.asarray(again.dequantize() - new))
+        off = np.abs(np.asarray(dequantize(again)) - new)
         assert np.all(off <= np.asarray(again.scale)[:, None] * 1.001)
         if fits:
             same = np.delete(np.arange(8), 3)
-            assert_same_bits(codes[:, same], table.codes[:, same])
+            assert_same_bits(*(np.asarray(x)[:, same] for x in (codes, table.codes)))
 
 
 @pytest.mark.slow

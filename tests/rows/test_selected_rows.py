@@ -638,8 +638,9 @@ def test_index(wide):
     """They are read as the arrays that they stand for."""
     with _compat.enable_x64(wide):
         a, _ = make_rows([4, 0, 4, V, V - 1], V)
-        quantized = sj.quantize(a.to_dense())
-        arrays = a.to_dense(), quantized.dequantize()
+        array = jax.jit(sj.SelectedRows.to_dense)(a)
+        quantized = jax.jit(sj.quantize)(array)
+        arrays = array, jax.jit(sj.QuantizedTable.dequantize)(quantized)
         read = lambda tables, indices: [[t[ids] for ids in indices] for t in tables]
         # Without x64, jit itself cuts ids to 32 bits.
         constants = jax.jit(lambda tables: read(tables, _INDICES))

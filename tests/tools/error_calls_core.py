@@ -16,7 +16,8 @@ import sparsejax as sj
 def _section(title: str, given: str, calls: str) -> Section:
     """Calls are apart by empty lines."""
     parts = [part.strip("\n") for part in calls.split("\n\n")]
-    return Section(title, _IMPORTS + given.strip(), [part for part in parts if part])
+    once = _IMPORTS + given.strip()
+    return Section(title, "", [part for part in parts if part], once)
 
 
 SECTIONS: list[Section] = [

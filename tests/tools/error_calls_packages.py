@@ -152,7 +152,7 @@ ids = {"a": jnp.array([4]), "b": jnp.array([[0, 6]])}
     ],
 )
 
-_MODELS = """
+_MODELS_ONCE = """
 import dataclasses
 
 import jax
@@ -162,6 +162,9 @@ import scipy.sparse as sp
 import sparsejax as sj
 
 tx = optax.sgd(0.1)
+"""
+
+_MODELS = """\
 store = sj.store.KVStore()
 item = sj.nn.SparseEmbedding(5, 2, name="item")
 checked = sj.nn.SparseEmbedding(5, 2, name="item", mode="error")
@@ -207,6 +210,7 @@ rows = sj.SelectedRows([1], jnp.ones((1, 2)), 9)
         "sj.nn.merge_row_ids({'a': [1]}, None)",
         "sj.nn.merge_row_ids({'a': [1.5]})",
     ],
+    _MODELS_ONCE,
 )
 
 _TRAINER = Section(
@@ -257,6 +261,7 @@ class Named(sj.nn.SparseBlock):
         "store.init('user', (5, 2), tx)\n"
         "Trainer(Named(), store, loss, tx).step({'user': jnp.array([1])})",
     ],
+    _MODELS_ONCE,
 )
 
 _DATA = """
@@ -469,7 +474,7 @@ sampler = NegativeSampler.uniform(5)
     ],
 )
 
-_STORE = """
+_STORE_ONCE = """
 import pathlib
 
 import jax
@@ -479,6 +484,9 @@ import optax
 import sparsejax as sj
 
 tx = optax.sgd(0.1)
+"""
+
+_STORE = """\
 store, new = sj.store.KVStore(), sj.store.KVStore()
 store.init("item", (5, 2), tx)
 rows = store.pull("item", [1, 3])
@@ -517,6 +525,7 @@ array = np.ones((5, 2), np.float32)
         "new.init('t', (5, 2), tx, path=3)",
         "jax.jit(lambda: new.init('t', (5, 2), tx))()",
     ],
+    _STORE_ONCE,
 )
 
 _PULLS = Section(
@@ -546,6 +555,7 @@ _PULLS = Section(
         "next(store.prefetch([[7]], np.array))",
         "store.close()\nstore.pull('item', [1])",
     ],
+    _STORE_ONCE,
 )
 
 _STORED = Section(
@@ -594,6 +604,7 @@ state = tx.init(params)
         "next(store.train_step(by_w, tx).prefetch(params, [ids]))",
         "step.prefetch(params, [ids], depth=-1)",
     ],
+    _STORE_ONCE,
 )
 
 _KEYS = Section(
@@ -630,6 +641,7 @@ new.init('user', (2, 2), tx, keys=keys)
         "store.init('item', (5, 2), tx, keys=keys)\n"
         "store.load('saved')",
     ],
+    _STORE_ONCE,
 )
 
 _CACHED = Section(
@@ -704,6 +716,7 @@ def trained(path):
         "    _format.write_header(file, b'sparsejax journal 1\\n', {'id': ''})\n"
         "store.init('t', (5, 2), tx, path='t')",
     ],
+    _STORE_ONCE,
 )
 
 _CHANGES = Section(
@@ -786,6 +799,7 @@ def rows_are(array, count):
         "header['tables']['user'].pop('keys'))\n"
         "keyed().apply_changes('c')",
     ],
+    _STORE_ONCE,
 )
 
 _FILES = Section(
@@ -840,6 +854,7 @@ def change(path, at, size=None):
         "change('t', -1, -1)\n"
         "store.init('t', (5, 2), tx, path='t')",
     ],
+    _STORE_ONCE,
 )
 
 _MESH = """

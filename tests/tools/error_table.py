@@ -9,6 +9,7 @@ makes the page again and compares, so that a diff shows each change of a message
 
 import ast
 import contextlib
+import functools
 import os
 import pathlib
 import re
@@ -38,11 +39,13 @@ class Section(NamedTuple):
       title: of the section.
       given: code that runs before each call.
       calls: code, each of which raises. A name that it binds is its own.
+      once: code before `given` that runs once: no call changes what it makes.
     """
 
     title: str
     given: str
     calls: list[str]
+    once: str = ""
 
 
 class Answer(NamedTuple):
@@ -51,15 +54,23 @@ class Answer(NamedTuple):
     message: str
 
 
+@functools.cache
+def _names_of(once: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(once, "given.py", "exec"), names)
+    return names
+
+
 def answer(section: Section, call: str) -> Answer:
     """Runs a call in an empty folder.
 
     Raises:
       AssertionError: the call did not raise.
     """
-    names: dict[str, Any] = {"__name__": "__main__"}
+    names = {**_names_of(section.once)}
     with tempfile.TemporaryDirectory() as folder, _in_folder(folder):
-        exec(compile(section.given, "given.py", "exec"), names)
+        given = "\n" * section.once.count("\n") + section.given  # as numbered above
+        exec(compile(given, "given.py", "exec"), names)
         try:
             # A later line that raises is one of the user's: so is its file's name.
             exec(compile(call, "model.py", "exec"), names)
@@ -88,8 +99,9 @@ def _in_folder(folder: str):
 def table(section: Section) -> str:
     """A section of the page."""
     lines = [f"\n## {section.title}\n"]
-    if section.given.strip():
-        lines += ["```python", section.given.strip(), "```\n"]
+    given = (section.once + section.given).strip()
+    if given:
+        lines += ["```python", given, "```\n"]
     lines += ["| call | | message |", "|---|---|---|"]
     for call in section.calls:
         found = answer(section, call)
