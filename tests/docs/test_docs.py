@@ -158,14 +158,14 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
     monkeypatch.chdir(tmp_path)
     graph = np.load(shared_data / "codex_m" / "codex_m.npz")
     counts = np.bincount(graph["train"][:, [0, 2]].ravel())
-    frequent = np.argsort(-counts)[:800]
+    frequent = np.argsort(-counts)[:400]
     for name in ("train", "valid", "test"):
         triples = graph[name]
         kept = triples[np.isin(triples[:, [0, 2]], frequent).all(1)]
         np.savetxt(f"{name}.txt", kept, "%d", delimiter="\t")
     page = pages.DOCS / "howto" / "knowledge_graph.md"
     found = pages.run_page(page)
-    assert found["mrr"] > 0.5
+    assert found["mrr"] > 0.6
     assert _lines_of_code(page) < 85  # with the server
     head, relation, tail = found["test"][0]
     names, _ = found["answer"](
