@@ -156,19 +156,7 @@ DIFFER = {
 }
 
 
-# Without 64-bit types these are the programs of i32_2d, or of the weighted bags of
-# i64_wide_grad_on_weights, with other numbers.
-SAME = {
-    "SparseLengthsMean/i64_2d",
-    "SparseLengthsPositionalWeightedSum/i64_2d",
-    "SparseLengthsWeightedSum/i64_2d",
-    "SparseLengthsWeightedSum/i64_wide",
-    "SparseUnsortedSegmentMean/i64_2d",
-    "SparseUnsortedSegmentSum/i64_2d",
-}
-
-
-@pytest.mark.parametrize("name", [n for n in ANSWERED if n not in DIFFER | SAME])
+@pytest.mark.parametrize("name", [n for n in ANSWERED if n not in DIFFER])
 def test_recorded(name):
     case = CASES[name]
     with _compat.enable_x64(is_wide(case)):
