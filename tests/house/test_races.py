@@ -84,8 +84,7 @@ def test_without_a_name_the_races_are_listed(capsys):
 
 
 def test_gensim(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(word2vec, "CHUNKS", 2)
-    monkeypatch.setattr(word2vec, "DRAWN", 4)
+    monkeypatch.setattr(word2vec, "CHUNKS", 1)
     rng = np.random.default_rng(0)
     topics = np.array([[f"{a}{b}" for b in "bcdfgh"] for a in "mnpr"])
     text = lambda n: " ".join(topics[rng.integers(4, size=n), :].ravel())
@@ -97,14 +96,14 @@ def test_gensim(tmp_path, capsys, monkeypatch):
     for name in "wordsim353.tsv", "simlex999.txt":
         (tmp_path / name).write_text("\n".join(["# a head", *pairs, *pairs[::-1]]))
     paths = {"data": str(tmp_path), "out": str(tmp_path)}
-    gensim.ours({**paths, "seed": 0, "lr": 0.1, "epochs": 2, "dim": 8})
+    gensim.ours({**paths, "seed": 0, "lr": 0.3, "epochs": 2, "dim": 8})
     points = points_of(capsys.readouterr().out)
     assert [point["samples"] for point in points] == [6000, 12000]
     assert 0 < points[0]["seconds"] < points[1]["seconds"]
     parts = zip(("valid", "test"), points)
     scores = [gensim.score(tmp_path, part, x["file"], False) for part, x in parts]
     assert scores[1]["loss"] < scores[0]["loss"] < 6 * np.log(2)
-    assert scores[1]["score"] > 0.5 and scores[0]["score"] > 0
+    assert scores[1]["score"] > 0.5 and scores[0]["score"] > 0.5
 
 
 def test_ranks_share_the_mean_of_equal_values():
