@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # .ci/run sets another one.
-INSTALL ?= $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+INSTALL_WITH ?= $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -87,5 +87,5 @@ $(VENV)/.made:
 
 $(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made
 	@echo "Installing sparsejax[$*] into $(VENV)"
-	@$(INSTALL) -e '.[$*]' $(PINS)
+	@$(INSTALL_WITH) -e '.[$*]' $(PINS)
 	@touch $@
