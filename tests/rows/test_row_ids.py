@@ -336,8 +336,9 @@ def test_refused(name):
         for run in (f, jax.jit(f).lower):
             with pytest.raises(Exception) as caught:
                 run(g)
-            # `jnp.int32` of jax 0.7.2 raises a NotImplementedError without a text.
-            is_bare = repr(caught.value) == "NotImplementedError()"
+            # jax 0.7.2 has no text for this one in `jit`.
+            is_old = name == "jnp.int32" and jax.__version_info__ < (0, 8)
+            is_bare = is_old and repr(caught.value) == "NotImplementedError()"
             assert is_bare or re.search(REFUSAL, str(caught.value))
 
 
