@@ -52,28 +52,24 @@ def faults(run):
 def run():
     add(x).block_until_ready()
 
+if {first}:
+    jnp.ones(3).block_until_ready()
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    if not {late}:
-        kept = sj.cpu.keep_freed_pages()
-    step = jax.jit(lambda x: (x[:2], jnp.sort(x)[0]))  # a temporary of 36 MiB
-    told = "in new pages in each call" in repr(sj.explain(step)(jnp.zeros(9 << 20)))
-    add, x = jax.jit(lambda x: x + 1), jnp.zeros(10 << 20)
-    for _ in range(4 * {runs}):  # until as much is free as ever is in use at once
-        run()
-    taken = faults(run)
-    if {late}:
-        kept = sj.cpu.keep_freed_pages()
-print(kept, told, taken, [str(w.message) for w in caught])
+    kept = {call}
+step = jax.jit(lambda x: (x[:2], jnp.sort(x)[0]))  # a temporary of 36 MiB
+told = "in new pages in each call" in repr(sj.explain(step)(jnp.zeros(9 << 20)))
+add, x = jax.jit(lambda x: x + 1), jnp.zeros(10 << 20)
+for _ in range(4 * {runs}):  # until as much is free as ever is in use at once
+    run()
+print(kept, told, faults(run), [str(w.message) for w in caught])
 """
 has_glibc = bool(platform.libc_ver()[0])
 needs_glibc = pytest.mark.skipif(not has_glibc, reason="needs glibc")
 
 
-@functools.cache
-def _run(late=False, runs=0, **variables):
-    """With `late`, the call comes after all else."""
-    program = PROGRAM.format(late=late, runs=runs)
+def _run(first=False, call="sj.cpu.keep_freed_pages()", runs=0, **variables):
+    program = PROGRAM.format(first=first, call=call, runs=runs)
     names = ("GLIBC_TUNABLES", "LD_PRELOAD")
     env = {k: v for k, v in os.environ.items() if k not in names}
     env |= {"JAX_PLATFORMS": "cpu", **variables}
@@ -83,7 +79,7 @@ def _run(late=False, runs=0, **variables):
 
 @needs_glibc
 def test_freed_pages_are_kept():
-    _, told, usual, _ = _run(late=True, runs=10)
+    _, told, usual, _ = _run(call="None", runs=10)
     assert told  # by `explain`
     kept, told, faults, caught = _run(runs=10)
     assert (kept, told, caught) == ("True", False, [])
@@ -95,7 +91,7 @@ def test_freed_pages_are_kept():
 @pytest.mark.window
 @needs_glibc
 def test_a_warning_says_that_jax_has_started():
-    kept, _, _, (message,) = _run(late=True, runs=10)
+    kept, _, _, (message,) = _run(first=True)
     assert kept == "True"
     assert "before the first JAX computation" in message
 

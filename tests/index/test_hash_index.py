@@ -149,12 +149,6 @@ def test_old_sightings_fade():
     assert int(index.num_keys) < 900
     index, rows, _ = insert(index, keys[-1], 12)
     assert int(index.num_refused) + np.sum(np.asarray(rows) < 1024) >= 512
-    # Without evictions, a full index has no row for the rest.
-    for step in (13, 14):
-        index, rows, evicted = insert(index, keys[0], step)
-        assert evicted.shape == (0,)
-    assert int(index.num_keys) == 1024 and int(index.num_evicted) == 0
-    assert 0 < np.sum(np.asarray(rows) == 1024) < 512
 
 
 # ------------------------------------------------------------------ the batch
@@ -244,6 +238,9 @@ def test_max_evictions_and_window():
         windows.append(evicted.tolist())
     assert windows == [[0, 1], [4, 5], [8, 9], [2, 3]]
     assert int(index.num_evicted) == 8 and int(index.num_refused) == 4
+    full = sj.HashIndex.create(2, max_evictions=0)
+    full, rows, evicted = full.insert([3, 4, 5], 0)
+    assert rows.tolist() == [0, 1, 2] and evicted.shape == (0,)
 
 
 @pytest.mark.parametrize("n", [1, 127, 129, 3_000])

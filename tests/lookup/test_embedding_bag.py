@@ -474,6 +474,9 @@ def test_nothing_to_reduce():
         for out in outs:
             assert out.shape == (count, 2)
             np.testing.assert_array_equal(out, np.zeros((count, 2)))
+    for (_, count), call in calls.items():  # outside of jit too
+        out = call(functools.partial(sj.embedding_bag, table))
+        np.testing.assert_array_equal(out, np.zeros((count, 2)))
     empty = np.ones((0, 2), np.float32)
     out = sj.embedding_bag(empty, jnp.array([[3, 4]]), mode="zero")
     np.testing.assert_array_equal(out, [[0, 0]])
