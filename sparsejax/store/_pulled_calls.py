@@ -264,8 +264,9 @@ def _refuse_second_hop(
 ) -> NoReturn:
     """Raises the error of ids that depend on rows of a table of the store."""
     for number, site in enumerate(sites):
-        if behind := program.reads_behind(number):
-            first = sites[behind[0]]
+        reads, _ = program.behind(number)
+        if reads:
+            first = sites[reads[0]]
             raise ValueError(
                 f"{call}: the ids of table {names[site.table]!r} at {site.where} "
                 f"depend on rows of table {names[first.table]!r} that are read at "

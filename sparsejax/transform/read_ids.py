@@ -2,8 +2,9 @@
 
 A walk that plants deltas returns the ids of its reads. Without the equations that no id
 needs, a large model shrinks to the few equations that make ids. That program runs
-before the rows are there: `sparsejax.parallel.plan` counts ids with it, and a
-`sparsejax.store.KVStore` pulls the rows.
+before the rows are there: `sparsejax.parallel.plan` counts ids with it, a
+`sparsejax.store.KVStore` pulls the rows, and `sparsejax.optim.exact_value_and_grad`
+catches them up.
 """
 
 from __future__ import annotations
@@ -35,12 +36,17 @@ class IdsProgram:
         """The ids of each read, from those deltas and inputs that they depend on."""
         return _compat.eval_jaxpr(self.jaxpr, self.consts, *deltas, *inputs)
 
-    def reads_behind(self, number: int) -> list[int]:
-        """The numbers of the reads whose rows the ids of read `number` depend on."""
+    def behind(self, number: int) -> tuple[list[int], list[int]]:
+        """The numbers of the reads and inputs that the ids of read `number` depend on.
+
+        A read counts if they depend on the rows read there.
+        """
         only = [k == number for k in range(len(self.jaxpr.outvars))]
         _, _, is_used = _compat.only_needed(self.jaxpr, self.consts, only)
-        deltas = [k for k, needed in enumerate(self.needs_delta) if needed]
-        return [k for k, used in zip(deltas, is_used) if used]
+        used = iter(is_used)
+        reads = [k for k, kept in enumerate(self.needs_delta) if kept and next(used)]
+        inputs = [k for k, kept in enumerate(self.needs_input) if kept and next(used)]
+        return reads, inputs
 
 
 def ids_program(

@@ -1,9 +1,8 @@
 """exact_value_and_grad: finds the ids that a loss reads, and catches their rows up.
 
 The loss is traced and walked as `sparsejax.value_and_grad` does it, but only for the
-ids of its reads. XLA removes whatever else that walk computes. This requires that no
-ids are computed from rows of a table. Otherwise, which rows must be caught up would
-depend on rows that are not caught up yet.
+ids of its reads. This requires that no ids are computed from rows of a table.
+Otherwise, which rows must be caught up would depend on rows that are not caught up yet.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.optim._exact.exact import Exact, ExactState
 from sparsejax.transform.grad import transform
-from sparsejax.transform.interpreter import Reads
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.plan import Plan, collect, make_plan
+from sparsejax.transform.read_ids import IdsProgram, ids_program
 from sparsejax.transform.trace import Call, check_fun, trace_call
 
 
@@ -131,14 +130,11 @@ def _ids_read(call: Call) -> list[Any]:
     tables = [leaf for leaf in tables if leaf.position not in whole]
     plan = plan.only(tables)
 
-    def ids(*inputs):
-        reads = Reads(plan.zero_deltas())
-        plan.walk(inputs, reads)
-        return reads.ids
-
-    _check_independent_of_tables(plan, ids)
+    program = ids_program(plan.walk, plan.zero_deltas(), call.inputs)
+    _check_independent_of_tables(plan, program)
+    inputs = [x for x, needed in zip(call.inputs, program.needs_input) if needed]
     found: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
-    for site, x in zip(plan.run.sites, ids(*call.inputs)):
+    for site, x in zip(plan.run.sites, program.run((), inputs)):
         found[site.table].append(x.reshape(-1))
     nothing = jnp.zeros((0,), jnp.int32)
     return [
@@ -149,22 +145,16 @@ def _ids_read(call: Call) -> list[Any]:
     ]
 
 
-def _check_independent_of_tables(plan: Plan, ids: Callable) -> None:
+def _check_independent_of_tables(plan: Plan, program: IdsProgram) -> None:
     """Raises a ValueError if some ids are computed from rows of a table."""
-    jaxpr, consts = _compat.trace(ids, *plan.call.inputs)
-    sites = plan.run.sites
-
-    def is_from_table(outputs: Sequence[bool]) -> bool:
-        _, _, needed = _compat.only_needed(jaxpr, consts, outputs)
-        return any(needed[leaf.position] for leaf in plan.tables)
-
-    if not is_from_table([True] * len(sites)):
+    if not any(program.needs_input[leaf.position] for leaf in plan.tables):
         return
-    for k, site in enumerate(sites):
-        if is_from_table([n == k for n in range(len(sites))]):
-            (name,) = (t.name for t in plan.tables if t.position == site.table)
+    names = {leaf.position: leaf.name for leaf in plan.tables}
+    for number, site in enumerate(plan.run.sites):
+        _, inputs = program.behind(number)
+        if not names.keys().isdisjoint(inputs):
             raise ValueError(
-                f"{CALL}: the ids by which {name} is read at "
+                f"{CALL}: the ids by which {names[site.table]} is read at "
                 f"{site.where} are computed from rows of a table, so they are not "
                 "known before those rows are up to date. Catch the rows up yourself: "
                 "tx.catch_up(params, state, ids), in the order in which they are read, "
