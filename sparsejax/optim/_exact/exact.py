@@ -33,11 +33,9 @@ from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, Planner, not_exact
 from sparsejax.optim._lazy import (
-    callables,
     checks,
     gather_scatter,
     judge,
-    state_leaves,
     state_sharding,
     trees,
 )
@@ -177,11 +175,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     planned = Planner(tx, tables)
     depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
-    find = trees.remember(
-        lambda treedef, specs, tables: state_leaves.find(
-            callables.resolve(tx, treedef, specs).init, treedef, specs, tables
-        )
-    )
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -268,7 +261,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         # A SelectedRows: cut out its rows, as `lazy` does, and bring these up to date.
         merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in sparse}
         specs = tuple(map(trees.to_spec, weights))
-        owners = find(treedef, specs, tuple(merged)).owners
+        owners = [owner if owner in merged else None for owner in plan.owners]
         num_rows = tuple(rows.capacity for rows in merged.values())
         reason = depends_on_rows(treedef, specs, tuple(merged), num_rows)
         if reason is not None:

@@ -19,12 +19,14 @@ class Plan(NamedTuple):
     Args:
       recurrences: by table, in the order of the leaves.
       refused: by leaf, why it is not a table, if `tx` is the reason.
+      owners: for each leaf of the state of `tx`, the table that it follows, or None.
       shadow: runs `tx` on probes of all tables.
       tx: the transformation for these parameters, see `callables.resolve`.
     """
 
     recurrences: dict[int, Recurrence]
     refused: dict[int, str]
+    owners: tuple[int | None, ...]
     shadow: ShadowModel
     tx: Any
 
@@ -158,7 +160,7 @@ class Planner:
                 recurrences[i] = recurrence._replace(leaves=own)
         moments = {i: r.leaves for i, r in recurrences.items()}
         shadow = ShadowModel(tx, treedef, specs, moments)
-        return Plan(recurrences, refused, shadow, tx)
+        return Plan(recurrences, refused, owners, shadow, tx)
 
 
 def _has_rows(spec: Any) -> bool:
