@@ -93,8 +93,7 @@ def rowwise_adam(
     """
     call = "sparsejax.optim.rowwise_adam"
     _check(call, learning_rate, b1, b2, eps)
-    moments = _Moments(b1, b2, eps, True, row_count, mu_dtype)
-    return _adam(moments, learning_rate, lambda r, w: r)
+    return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype)
 
 
 def row_count_adam(
@@ -149,8 +148,7 @@ def row_count_adam(
     """
     call = "sparsejax.optim.row_count_adam"
     _check(call, learning_rate, b1, b2, eps)
-    moments = _Moments(b1, b2, eps, False, True, mu_dtype)
-    return _adam(moments, learning_rate, lambda r, w: r)
+    return _adam(learning_rate, b1, b2, eps, False, True, mu_dtype)
 
 
 def partial_rowwise_lamb(
@@ -218,19 +216,7 @@ def partial_rowwise_lamb(
         ratio = jnp.where(known, base.divide(weight_norm, norm), base.like(1, r))
         return base.per_row(ratio, r) * r
 
-    moments = _Moments(b1, b2, eps, True, row_count, mu_dtype)
-    return _adam(moments, learning_rate, direction)
-
-
-class _Moments(NamedTuple):
-    """The hyperparameters of the moments."""
-
-    b1: Any
-    b2: Any
-    eps: Any
-    rowwise_nu: bool  # one second moment a row
-    row_count: bool
-    mu_dtype: Any
+    return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype, direction)
 
 
 def _check(call: str, learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) -> None:
@@ -239,10 +225,16 @@ def _check(call: str, learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) ->
 
 
 def _adam(
-    moments: _Moments, learning_rate: Any, direction: Callable
+    learning_rate: Any,
+    b1: Any,
+    b2: Any,
+    eps: Any,
+    rowwise_nu: bool,  # one second moment a row
+    by_row_count: bool,
+    mu_dtype: Any,
+    direction: Callable = lambda r, w: r,
 ) -> optax.GradientTransformationExtraArgs:
     """Steps of `-learning_rate * direction(r, w)`, with r as above."""
-    b1, b2, eps, rowwise_nu, by_row_count, mu_dtype = moments
 
     def init(params):
         def first(p):
