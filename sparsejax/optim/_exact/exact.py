@@ -316,14 +316,13 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         params, state = map(trees.without_variables, given)
         leaves, treedef, plan = planned(params)
         tables = _tables(plan, leaves, state)
-        tables = {i: _catch_up.catch_up_all(t, state.step) for i, t in tables.items()}
-        params, state = _with_tables(treedef, leaves, state, tables)
         # All rows get the same F, so the sum of log(1 - d) in it may restart at zero.
         fresh = plan.displacement(state.inner, None)
         for (i, table), now in zip(tables.items(), fresh):
+            table = _catch_up.catch_up_all(table, state.step)
             tables[i] = _catch_up.record_update_of_all(table, now, state.step)
-        state = _state(*state[:3], tables, state.caught_up)
-        return trees.in_structure_of(given, (params, state))
+        new = _with_tables(treedef, leaves, state, tables)
+        return trees.in_structure_of(given, new)
 
     return Exact(init, update, catch_up, flush)
 
