@@ -301,8 +301,8 @@ def advance(
     moments: Sequence[jax.Array],
     age: jax.Array,
     missed: jax.Array,
-    then: jax.Array | None,
-    now: jax.Array | None,
+    then: jax.Array,
+    now: jax.Array,
 ) -> jax.Array:
     """Rows of weights, brought from step s to step t by the formula (advance) above.
 
@@ -318,8 +318,6 @@ def advance(
     Returns:
       `[n, ...]`, of the weights' dtype.
     """
-    if then is None or now is None:
-        return weights
     dtype = indexing.accumulator_dtype(weights.dtype)
     from_s = displacement(recurrence, moments, age, then.T, dtype)
     from_t = displacement(recurrence, moments, age + missed, now.reshape(-1, 1), dtype)
