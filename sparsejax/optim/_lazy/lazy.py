@@ -141,10 +141,8 @@ def lazy(
 
     def init(params):
         checks.check_not_quantized(CALL, params)
+        checks.check_no_pulled_table(CALL, params)
         leaves, treedef = trees.flatten(params)
-        for leaf, where in zip(leaves, trees.leaf_paths(params, "params")):
-            if is_selected_rows(leaf):
-                raise checks.pulled_table(CALL, where)
         specs = tuple(map(trees.to_spec, leaves))
         refused = verdicts.refusal(treedef, specs) if check else None
         if refused is not None:
