@@ -11,10 +11,16 @@ from sparsejax import _primitives
 
 
 LINEAR = frozenset("neg convert_element_type copy copy_p".split())
-_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
 )
+# Work row by row along other axes than those of rows: the parameter that names them.
+_ALONG = {
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), "axes"),
+    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp split".split(), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+    **dict.fromkeys(("rev", "squeeze"), "dimensions"),
+}
 
 
 def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
@@ -42,23 +48,20 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
             return None
         return params
 
-    def moved(*names):  # axes that must not run over rows
-        for key in names:
-            axes = params[key]
-            axes = axes if isinstance(axes, (tuple, list)) else (axes,)
-            if any(axis < count for axis in axes):
-                return None
-            params[key] = tuple(axis - count for axis in axes)
-        return params
-
     if name == "dot_general":
         (left, right), batch = params["dimension_numbers"]
         if rows != [True, False] or any(batch) or any(k < count for k in left):
             return None
         left = tuple(k - count for k in left)
         return {**params, "dimension_numbers": (left, tuple(right))}
-    if name == "concatenate":
-        return moved("dimension") if all(rows) else None
+    if name in _ALONG:
+        if not all(rows) or (len(rows) > 1 and name != "concatenate"):
+            return None
+        axes = params[_ALONG[name]]
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        if any(axis < count for axis in axes):
+            return None
+        return {**params, _ALONG[name]: tuple(axis - count for axis in axes)}
     if name == "broadcast_in_dim":
         dims, shape = params["broadcast_dimensions"], params["shape"]
         has_rows = rows[0] if rows else False
@@ -72,18 +75,6 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
     if rows != [True]:
         return None
     first = shapes[0][:count]
-    if name in REDUCTIONS or name in ("argmax", "argmin"):
-        return moved("axes")
-    if name in _CUMULATIVE:
-        return moved("axis")
-    if name == "sort":
-        return moved("dimension")
-    if name == "rev":
-        return moved("dimensions")
-    if name == "split":
-        return moved("axis")
-    if name == "squeeze":
-        return moved("dimensions")
     if name == "reshape":
         if out[:count] != first or params["dimensions"] is not None:
             return None
