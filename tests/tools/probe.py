@@ -122,7 +122,7 @@ def small_tree(specs: Sequence[Any], tables: Sequence[int]) -> list[Any]:
             limit = LARGEST * (4 if i in tables else 1)
             while np.prod(shape, dtype=float) > limit:  # a table keeps its rows
                 shape[first + int(np.argmax(shape[first:]))] //= 2
-            spec = trees.reshaped(spec, shape, _plain_dtype(spec.dtype))
+            spec = type(spec)(tuple(shape), _plain_dtype(spec.dtype))
         small.append(spec)
     return small
 

@@ -57,7 +57,6 @@ from sparsejax.optim._lazy.parts import Part, Reason
 # columns for the state of optimizers that factor matrices of 128 rows and columns.
 ROWS, COLUMNS = 160, 130
 MAX_ALONE = 8  # tables judged one by one at init: each traces the update twice
-MAX_REMEMBERED = 32  # trees of parameters cached for one transformation
 
 _HOLDS_BACK = (
     "it accumulates gradients and applies them at a later step, where it would have to "
@@ -110,7 +109,7 @@ class Verdicts:
     def __init__(self, tx: Any):
         if not checks.is_transformation(tx):
             raise TypeError(f"not an optax transformation: {tx!r}")
-        self._judge = trees.remember(functools.partial(_judge, tx), MAX_REMEMBERED)
+        self._judge = trees.remember(functools.partial(_judge, tx))
 
     def refusal(self, treedef: Any, specs: Sequence[Any]) -> tuple[int, Reason] | None:
         """A table and why it cannot be lifted, or None if some leaf can."""

@@ -119,10 +119,10 @@ def row_axes(spec: Any) -> int:
     return 2 if isinstance(spec, StackSpec) else 1
 
 
-def reshaped(spec: Any, shape: Sequence[int], dtype: Any = None) -> Any:
-    """A spec of the same kind."""
+def reshaped(spec: Any, shape: Sequence[int]) -> Any:
+    """A spec of the same kind and dtype."""
     kind = StackSpec if isinstance(spec, StackSpec) else jax.ShapeDtypeStruct
-    return kind(tuple(shape), spec.dtype if dtype is None else dtype)
+    return kind(tuple(shape), spec.dtype)
 
 
 def plain(spec: Any) -> Any:
@@ -132,13 +132,13 @@ def plain(spec: Any) -> Any:
     return spec
 
 
-def remember(function: Callable, size: int = 32) -> Callable:
-    """`functools.lru_cache` that skips the cache if the arguments are unhashable.
+def remember(function: Callable) -> Callable:
+    """`functools.lru_cache(32)` that skips the cache if the arguments are unhashable.
 
     The arguments are transformations, tree structures and specs. Unhashable static data
     in a user's pytree node makes its structure unhashable.
     """
-    cached = functools.lru_cache(size)(function)
+    cached = functools.lru_cache(32)(function)
 
     def call(*args):
         try:
