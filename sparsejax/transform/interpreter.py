@@ -280,6 +280,10 @@ class RuleContext:
         it.
       where: the user's `file:line`.
       path: position of the equation in the program.
+      producer: `producer(position)` is the equation that computed input number
+        `position`, with its input values; None for inputs and constants of this
+        program. For rules that must know how an operand was computed, for example as a
+        broadcast scalar.
 
     Example:
       >>> import sparsejax as sj
@@ -294,7 +298,7 @@ class RuleContext:
     live: tuple[bool, ...]
     where: str
     path: tuple[Any, ...]
-    _producer: Callable[[int], Any]
+    producer: Callable[[int], tuple[Any, list[Any]] | None]
 
     def read(
         self,
@@ -487,14 +491,6 @@ class RuleContext:
             self.dense(x, why) if isinstance(x, TableRef) and x.index != kept else x
             for x in inputs
         ]
-
-    def producer(self, position: int) -> tuple[Any, list[Any]] | None:
-        """The equation that computed input number `position`, with its input values.
-
-        None for inputs and constants of this program. For rules that must know how an
-        operand was computed, for example as a broadcast scalar.
-        """
-        return self._producer(position)
 
     def walk(
         self,
