@@ -28,6 +28,7 @@ import numpy as np
 from jax.core import Tracer
 
 from sparsejax.optim._lazy import checks, parts, trees
+from sparsejax.optim._lazy.trees import is_none_or_masked
 
 
 # Names of optax's variables with a function of the parameters, or of a transformation.
@@ -91,8 +92,10 @@ class _Parameters:
 
         None and MaskedNode may take the place of any part of it.
         """
-        leaves, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_absent)
-        absent = {path for path, leaf in leaves if _is_absent(leaf)}
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=is_none_or_masked
+        )
+        absent = {path for path, leaf in leaves if is_none_or_masked(leaf)}
         given = {path for path, _ in leaves} - absent
         for path in self._specs.keys() - given:
             if not any(path[:k] in absent for k in range(len(path) + 1)):
@@ -110,10 +113,6 @@ class _Parameters:
                 return None
             full.append(jax.ShapeDtypeStruct(spec.shape, own.dtype))
         return treedef, tuple(full)
-
-
-def _is_absent(x: Any) -> bool:
-    return trees.is_none_or_masked(x)
 
 
 class _Copier:
@@ -247,12 +246,12 @@ def _ask(function: Callable, is_mask: bool, treedef: Any, leaves: Any) -> list[A
 
     def ask(*arrays):
         arrays = iter(arrays)
-        args = [x if _is_absent(x) else next(arrays) for x in leaves]
+        args = [x if is_none_or_masked(x) else next(arrays) for x in leaves]
         answers.append(function(treedef.unflatten(args)))
         return ()
 
     try:
-        jax.eval_shape(ask, *(x for x in leaves if not _is_absent(x)))
+        jax.eval_shape(ask, *(x for x in leaves if not is_none_or_masked(x)))
     except Exception as error:  # of a function that is no mask, its own call raises
         if is_mask and not isinstance(error, _NEEDS_NUMBERS):
             raise

@@ -402,7 +402,7 @@ class _Tree:
         return [*grads, *weights, *state]
 
     def _of_leaves(self, kind: str, at_rest: Any, empty: Any) -> list[Fact]:
-        leaves = (i for i, s in enumerate(self.specs) if not _is_absent(s))
+        leaves = (i for i, s in enumerate(self.specs) if not trees.is_none_or_masked(s))
         return [
             argument(kind, i, at_rest, empty) if i in self.tables else Fact()
             for i in leaves
@@ -431,12 +431,12 @@ class _Tree:
         def init(*leaves):
             return jax.tree.leaves(self.tx.init(self._unflatten(leaves)))
 
-        specs = [s for s in self.with_rows(rows) if not _is_absent(s)]
+        specs = [s for s in self.with_rows(rows) if not trees.is_none_or_masked(s)]
         return _compat.trace(init, *specs)
 
     def trace_update(self, rows: Mapping[int, tuple[int, ...]]) -> Any:
         """`tx.update` as a jaxpr: updates of tables, of other leaves, and state."""
-        specs = [s for s in self.with_rows(rows) if not _is_absent(s)]
+        specs = [s for s in self.with_rows(rows) if not trees.is_none_or_masked(s)]
         state = list(self.state)
         for k, owner in enumerate(self.found.owners):
             if owner is not None:
@@ -485,7 +485,7 @@ class _Tree:
     def _unflatten(self, leaves: Sequence[Any]) -> Any:
         present = iter(leaves)
         return self.treedef.unflatten(
-            s if _is_absent(s) else next(present) for s in self.specs
+            s if trees.is_none_or_masked(s) else next(present) for s in self.specs
         )
 
 
@@ -503,10 +503,6 @@ def refused_by_type(found: state_leaves.StateLeaves) -> dict[int, Reason]:
             refused |= dict.fromkeys(tables, Reason(why, part, False))
         first = last
     return refused
-
-
-def _is_absent(spec: Any) -> bool:
-    return spec is None or trees.is_none_or_masked(spec)
 
 
 def _cannot_run(tx: Any, error: Exception) -> Reason:
@@ -595,7 +591,7 @@ def programs(
         state_names = tuple(
             (p or (Part(top, ""),))[-1].name for p in tree.parts_of_state()
         )
-        leaves = [i for i, s in enumerate(tree.specs) if not _is_absent(s)]
+        leaves = [i for i, s in enumerate(tree.specs) if not trees.is_none_or_masked(s)]
         owners = [*leaves, *leaves, *tree.found.owners]
         found = {}
         for k, t in enumerate(tree.tables):
