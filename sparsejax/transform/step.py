@@ -210,8 +210,16 @@ def explain_leaves(call: Call) -> list[LeafExplanation]:
     follow = _Follow()
     follow.run(call.jaxpr, [(k, 0) for k in range(len(call.inputs))])
     return [
-        dataclasses.replace(
-            leaf.explanation(), tables=follow.stacks.get(leaf.position, ())
+        LeafExplanation(
+            leaf.name,
+            tuple(jnp.shape(leaf.value)),
+            jnp.result_type(leaf.value).name,
+            leaf.sparse,
+            leaf.rows_read,
+            tuple((site.num_rows, site.where) for site in leaf.sites),
+            leaf.reason,
+            leaf.height,
+            follow.stacks.get(leaf.position, ()),
         )
         for leaf in call.leaves
     ]

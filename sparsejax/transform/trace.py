@@ -102,19 +102,6 @@ class Leaf:
         """Number of rows read, duplicates counted: the capacity of the gradient."""
         return sum(site.num_rows for site in self.sites)
 
-    def explanation(self) -> "LeafExplanation":
-        """What `explain` says of the leaf."""
-        return LeafExplanation(
-            self.name,
-            tuple(jnp.shape(self.value)),
-            jnp.result_type(self.value).name,
-            self.sparse,
-            self.rows_read,
-            tuple((site.num_rows, site.where) for site in self.sites),
-            self.reason,
-            self.height,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafExplanation:
@@ -140,7 +127,7 @@ class LeafExplanation:
     reads: tuple[tuple[int, str], ...]
     reason: str
     height: int
-    tables: tuple[str, ...] = ()
+    tables: tuple[str, ...]
 
 
 @dataclasses.dataclass
