@@ -68,11 +68,6 @@ class CurrentRows(NamedTuple):
     weights_steps: jax.Array
 
 
-def new_records(height: int, now: jax.Array) -> jax.Array:
-    """The records of a table at step 0."""
-    return records_at(jnp.zeros((), jnp.int32), height, now)
-
-
 def records_at(step: jax.Array, height: int, now: jax.Array) -> jax.Array:
     """The records of rows that are up to date at `step`, where F is `now`."""
     steps = jnp.broadcast_to(step, (height,))

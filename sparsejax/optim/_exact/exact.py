@@ -186,8 +186,10 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         step, stale = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         # Jitted, since it is many small operations.
         now = tuple(jax.jit(lambda inner: plan.displacement(inner, None))(inner))
-        heights = [leaves[i].shape[0] for i in plan.recurrences]
-        records = tuple(map(_catch_up.new_records, heights, now))
+        records = tuple(
+            _catch_up.records_at(step, leaves[i].shape[0], then)
+            for i, then in zip(plan.recurrences, now)
+        )
         return ExactState(inner, step, stale, records, now, _not_caught_up())
 
     def catch_up(params, state, ids):
