@@ -48,26 +48,10 @@ _WINDOW = 4096  # the least number of rows searched for victims
 _DEPTH = 4  # cells per key in the sketch
 _MAX_SIGHTINGS = 255  # the largest count of a cell, which is in its low 8 bits
 _MAX_ROWS = 1 << 29
-
-_DATA = (
-    "slots",
-    "slot_of_row",
-    "counts",
-    "last_step",
-    "sketch",
-    "num_seen",
-    "hand",
-    "num_keys",
-    "num_evicted",
-    "num_refused",
-    "num_waiting",
-)
-_STATIC = ("key_bits", "policy", "admit_after", "max_evictions", "window", "seed")
+_STATIC = {"static": True}  # the metadata of a field that is not an array
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=_DATA, meta_fields=_STATIC
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class HashIndex:
     """Rows of a table for keys that come and go, inside `jit`.
@@ -137,12 +121,12 @@ class HashIndex:
     num_evicted: jax.Array
     num_refused: jax.Array
     num_waiting: jax.Array
-    key_bits: int
-    policy: str
-    admit_after: int
-    max_evictions: int | None
-    window: int | None
-    seed: int
+    key_bits: int = dataclasses.field(metadata=_STATIC)
+    policy: str = dataclasses.field(metadata=_STATIC)
+    admit_after: int = dataclasses.field(metadata=_STATIC)
+    max_evictions: int | None = dataclasses.field(metadata=_STATIC)
+    window: int | None = dataclasses.field(metadata=_STATIC)
+    seed: int = dataclasses.field(metadata=_STATIC)
 
     # -------------------------------------------------------------- makers
 
