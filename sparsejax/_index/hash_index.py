@@ -280,7 +280,7 @@ class HashIndex:
         found = _as_integers(f"{_CALL}.split_keys", keys)
         if isinstance(found, np.ndarray):
             wide = found.astype(np.int64 if found.dtype.kind == "i" else np.uint64)
-            return np.stack(_words_of_host(wide), axis=-1)
+            return np.stack(_words_of_wide(wide), axis=-1)
         if found.dtype.itemsize == 8:
             return jnp.stack(_words_of_wide(found), axis=-1)
         low = _word(found)
@@ -486,9 +486,7 @@ class HashIndex:
             if keys.dtype == jnp.uint32 and keys.shape[-1:] == (2,):
                 words, shape = (keys[..., 0], keys[..., 1]), keys.shape[:-1]
             elif wide:
-                on_host = isinstance(keys, np.ndarray)
-                words = (_words_of_host if on_host else _words_of_wide)(keys)
-                shape = keys.shape
+                words, shape = _words_of_wide(keys), keys.shape
             else:
                 raise TypeError(
                     f"{call}: this index has 64-bit keys, got {keys.dtype} of shape "
@@ -552,17 +550,10 @@ def _word(keys: Any) -> jax.Array:
     return lax.bitcast_convert_type(keys.astype(jnp.int32), jnp.uint32)
 
 
-def _words_of_host(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _words_of_wide(keys: Any) -> tuple[Any, Any]:
+    """Returns the words of int64 or uint64 keys, of NumPy or of JAX under x64."""
     bits = keys.astype(np.uint64)  # a negative key keeps its bits
-    low = (bits & np.uint64(_EMPTY)).astype(np.uint32)
-    return low, (bits >> np.uint64(32)).astype(np.uint32)
-
-
-def _words_of_wide(keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns the words of int64 or uint64 keys, which JAX has under x64."""
-    bits = keys.astype(jnp.uint64)
-    high = lax.shift_right_logical(bits, np.uint64(32))
-    return bits.astype(jnp.uint32), high.astype(jnp.uint32)
+    return bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)
 
 
 def _mix(x: Any) -> Any:
