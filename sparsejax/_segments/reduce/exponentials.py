@@ -10,9 +10,6 @@ The derivatives are custom: they need the softmax, but not the maximum.
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -42,7 +39,7 @@ def segment_logsumexp(x: jax.Array, segments: Segments) -> jax.Array:
     References:
       Caffe2, `SortedSegmentRangeLogSumExp`; `jax.nn.logsumexp`.
     """
-    return _logsumexp(x, segments.ids, segments.static)
+    return _logsumexp(x, segments)
 
 
 @segment_reduction(kind="real", empty="`-inf`")
@@ -62,7 +59,7 @@ def segment_logmeanexp(x: jax.Array, segments: Segments) -> jax.Array:
     References:
       Caffe2, `SortedSegmentRangeLogMeanExp`.
     """
-    out = _logsumexp(x, segments.ids, segments.static)
+    out = _logsumexp(x, segments)
     log_count = jnp.log(jnp.maximum(segments.lengths(), 1).astype(out.dtype))
     return out - indexing.append_axes(log_count, out.ndim)
 
@@ -85,7 +82,7 @@ def segment_softmax(x: jax.Array, segments: Segments) -> jax.Array:
     References:
       jraph, `segment_softmax`; PyTorch Geometric, `softmax`.
     """
-    return _softmax(x, segments.ids, segments.static)
+    return _softmax(x, segments)
 
 
 @segment_reduction(kind="real", empty="0", per_element=True)
@@ -106,7 +103,7 @@ def segment_log_softmax(x: jax.Array, segments: Segments) -> jax.Array:
     References:
       torch-scatter, `scatter_log_softmax`; `jax.nn.log_softmax`.
     """
-    return _log_softmax(x, segments.ids, segments.static)
+    return _log_softmax(x, segments)
 
 
 # ------------------------------------------------------------------ of floats
@@ -119,9 +116,8 @@ def _shifted(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
     return top, segments.mask(x - segments.broadcast(top))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _logsumexp(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
-    segments = Segments(ids, *static)
+@jax.custom_jvp
+def _logsumexp(x: jax.Array, segments: Segments) -> jax.Array:
     top, x = _shifted(x, segments)
     # The sum drops elements outside all segments.
     out = jnp.log(segments.sum(jnp.exp(x))) + top
@@ -129,16 +125,14 @@ def _logsumexp(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
 
 
 @_logsumexp.defjvp
-def _logsumexp_jvp(static, primals, tangents):
-    x, ids = primals
-    segments = Segments(ids, *static)
-    share = _softmax(x, ids, static) * segments.mask(tangents[0])
-    return _logsumexp(x, ids, static), segments.sum(share)
+def _logsumexp_jvp(primals, tangents):
+    x, segments = primals
+    share = _softmax(x, segments) * segments.mask(tangents[0])
+    return _logsumexp(x, segments), segments.sum(share)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
-    segments = Segments(ids, *static)
+@jax.custom_jvp
+def _softmax(x: jax.Array, segments: Segments) -> jax.Array:
     e = jnp.exp(_shifted(x, segments)[1])
     total = segments.sum(e)
     inverse = 1 / jnp.where(total == 0, jnp.ones((), x.dtype), total)
@@ -146,18 +140,16 @@ def _softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
 
 
 @_softmax.defjvp
-def _softmax_jvp(static, primals, tangents):
-    x, ids = primals
-    segments = Segments(ids, *static)
-    share = _softmax(x, ids, static)
+def _softmax_jvp(primals, tangents):
+    x, segments = primals
+    share = _softmax(x, segments)
     t = segments.mask(tangents[0])
     mean = segments.sum(share * t)
     return share, share * (t - segments.broadcast(mean))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _log_softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
-    segments = Segments(ids, *static)
+@jax.custom_jvp
+def _log_softmax(x: jax.Array, segments: Segments) -> jax.Array:
     x = _shifted(x, segments)[1]
     total = segments.sum(jnp.exp(x))
     log_total = jnp.log(jnp.where(total == 0, jnp.ones((), x.dtype), total))
@@ -165,9 +157,8 @@ def _log_softmax(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
 
 
 @_log_softmax.defjvp
-def _log_softmax_jvp(static, primals, tangents):
-    x, ids = primals
-    segments = Segments(ids, *static)
+def _log_softmax_jvp(primals, tangents):
+    x, segments = primals
     t = segments.mask(tangents[0])
-    mean = segments.sum(_softmax(x, ids, static) * t)
-    return _log_softmax(x, ids, static), t - segments.broadcast(mean)
+    mean = segments.sum(_softmax(x, segments) * t)
+    return _log_softmax(x, segments), t - segments.broadcast(mean)

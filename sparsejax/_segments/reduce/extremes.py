@@ -134,20 +134,18 @@ def identity(method: str, dtype: Any) -> Any:
 def _extreme(x: jax.Array, method: str, segments: Segments) -> jax.Array:
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return segments.scatter(method, identity(method, x.dtype), x)
-    return _extreme_of_floats(x, segments.ids, (method, *segments.static))
+    return _extreme_of_floats(x, method, segments)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _extreme_of_floats(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
-    method, *rest = static
-    return Segments(ids, *rest).scatter(method, identity(method, x.dtype), x)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _extreme_of_floats(x: jax.Array, method: str, segments: Segments) -> jax.Array:
+    return segments.scatter(method, identity(method, x.dtype), x)
 
 
 @_extreme_of_floats.defjvp
-def _extreme_jvp(static, primals, tangents):
-    x, ids = primals
-    segments = Segments(ids, *static[1:])
-    out = _extreme_of_floats(x, ids, static)
+def _extreme_jvp(method, primals, tangents):
+    x, segments = primals
+    out = _extreme_of_floats(x, method, segments)
     # Linear in the tangent: the choice of extreme elements is constant.
     chosen = is_extreme(lax.stop_gradient(x), lax.stop_gradient(out), segments)
     wide = indexing.accumulator_dtype(x.dtype)

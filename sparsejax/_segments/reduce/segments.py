@@ -24,9 +24,10 @@ from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor, elements
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segment of each element.
+    """The segment of each element; a pytree, whose only leaf is `ids`.
 
     Args:
       ids: signed integer `[n]`; an element whose id is outside `[0, count)` belongs to
@@ -37,14 +38,9 @@ class Segments:
     """
 
     ids: jax.Array
-    count: int
-    is_sorted: bool = False
-    is_unique: bool = False
-
-    @property
-    def static(self) -> tuple[int, bool, bool]:
-        """Everything but the ids, as a static argument of a `custom_jvp`."""
-        return self.count, self.is_sorted, self.is_unique
+    count: int = dataclasses.field(metadata={"static": True})
+    is_sorted: bool = dataclasses.field(default=False, metadata={"static": True})
+    is_unique: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def inside(self) -> jax.Array:
@@ -118,11 +114,8 @@ def over_segments(
             return f(x, segments, *arrays)
 
         # Sharding types constrain the result only. XLA shards the inside.
-        def of_ids(x, ids, *arrays):
-            return f(x, dataclasses.replace(segments, ids=ids), *arrays)
-
-        auto: Any = jax.sharding.auto_axes(of_ids, out_sharding=out_sharding)
-        return auto(x, segments.ids, *arrays)
+        auto: Any = jax.sharding.auto_axes(f, out_sharding=out_sharding)
+        return auto(x, segments, *arrays)
 
     return jax.tree_util.tree_map_with_path(one, values, is_leaf=elements.is_nested)
 

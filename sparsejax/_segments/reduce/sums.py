@@ -5,7 +5,6 @@ An id outside `[0, num_segments)` is out of range: its element is dropped, even 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -308,25 +307,24 @@ def segment_prod(x: jax.Array, segments: Segments) -> jax.Array:
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return segments.scatter("mul", 1, x)
-    return _product_of_floats(x, segments.ids, segments.static)
+    return _product_of_floats(x, segments)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _product_of_floats(x: jax.Array, ids: jax.Array, static: Any) -> jax.Array:
-    return Segments(ids, *static).scatter("mul", 1, x)
+@jax.custom_jvp
+def _product_of_floats(x: jax.Array, segments: Segments) -> jax.Array:
+    return segments.scatter("mul", 1, x)
 
 
 @_product_of_floats.defjvp
-def _product_jvp(static, primals, tangents):
+def _product_jvp(primals, tangents):
     # The derivative with respect to an element is the product of all elements before it
     # and all after it. Nothing is divided, so zeros need no special case.
-    x, ids = primals
-    segments = Segments(ids, *static)
+    x, segments = primals
     order = in_order(segments)
     keep = indexing.append_axes(segments.inside, x.ndim)
     factors = order.rows(jnp.where(keep, x, jnp.ones((), x.dtype)))
     before = order.running(jnp.multiply, 1, factors, exclusive=True)
     after = order.running(jnp.multiply, 1, factors, exclusive=True, reverse=True)
     t = order.rows(segments.mask(tangents[0]))
-    out = _product_of_floats(x, ids, static)
+    out = _product_of_floats(x, segments)
     return out, order.segments.sum(before * after * t)
