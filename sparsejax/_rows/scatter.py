@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
@@ -133,8 +132,10 @@ def scatter_weighted_sum(
     # Merge duplicates first, so each row is read, scaled and written once.
     update = update.coalesce()
     old = indexing.take_rows(table, update.rows).astype(wide)
-    new = (w0 * old + update.values).astype(table.dtype)
-    return _set_merged(table, update.rows, new)
+    new = w0 * old + update.values
+    # With unique ids, JAX differentiates the scatter without table-sized arrays that
+    # record which of several duplicates won.
+    return indexing.set_distinct_rows(table, update.rows, new)
 
 
 # ------------------------------------------------------------------ private
@@ -201,17 +202,3 @@ def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
                 f"{call}: cannot store {name} of type {found} in a table of {want}. "
                 "Cast one of them with .astype."
             )
-
-
-def _set_merged(table: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
-    """Replaces merged rows of `table`; the ids of empty slots are out of range.
-
-    Empty slots get distinct negative ids, so all ids are unique. JAX can then
-    differentiate the scatter without table-sized arrays that record which of several
-    duplicates won.
-    """
-    empty = -1 - lax.iota(rows.dtype, rows.size)
-    rows = jnp.where(indexing.in_range(rows, table.shape[0]), rows, empty)
-    return table.at[rows].set(
-        values, mode="drop", unique_indices=True, wrap_negative_indices=False
-    )
