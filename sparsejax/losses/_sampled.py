@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,10 +74,10 @@ def sampled_softmax_loss(
       `tf.nn.sampled_softmax_loss`.
     """
     call = "sparsejax.losses.sampled_softmax_loss"
-    right, others = _scores_of(
+    right, others, counts = _scores_of(
         call, table, inputs, labels, negatives, bias, remove_accidental_hits
     )
-    others = jnp.where(others.are_negatives, others.scores, -jnp.inf)
+    others = jnp.where(counts, others, -jnp.inf)
     log_sum = jax.nn.logsumexp(jnp.concatenate([right, others], axis=-1), axis=-1)
     return log_sum - jnp.mean(right, axis=-1)
 
@@ -127,23 +127,16 @@ def nce_loss(
       "Distributed Representations of Words and Phrases"; TensorFlow, `tf.nn.nce_loss`.
     """
     call = "sparsejax.losses.nce_loss"
-    right, others = _scores_of(
+    right, others, counts = _scores_of(
         call, table, inputs, labels, negatives, bias, remove_accidental_hits
     )
     # softplus(s) - z s is the cross-entropy with a probability z.
     first = jnp.sum(jax.nn.softplus(right), axis=-1) - jnp.mean(right, axis=-1)
-    second = jnp.where(others.are_negatives, jax.nn.softplus(others.scores), 0)
+    second = jnp.where(counts, jax.nn.softplus(others), 0)
     return first + jnp.sum(second, axis=-1)
 
 
 # ------------------------------------------------------------------ private
-
-
-class _Others(NamedTuple):
-    """Scores of the negatives, and booleans for those that count; both `[..., n]`."""
-
-    scores: jax.Array
-    are_negatives: jax.Array
 
 
 def _scores_of(
@@ -154,8 +147,11 @@ def _scores_of(
     negatives: Any,
     bias: Any,
     remove_accidental_hits: bool,
-) -> tuple[jax.Array, _Others]:
-    """The scores of the labels, `[..., T]`, and of the negatives."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scores of the labels, `[..., T]`, and of the negatives, `[..., n]`.
+
+    The last result is True for the negatives that count.
+    """
     table = _as_table(call, table, "table")
     inputs = _arguments.as_floats(call, inputs, "inputs")
     if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
@@ -193,11 +189,11 @@ def _scores_of(
     if log_q is not None:
         right -= label_log_q.astype(right.dtype).reshape(right.shape)
         others -= _like(log_q.astype(others.dtype), others)
-    count = _like(ids != -1, others)
+    counts = _like(ids != -1, others)
     if _arguments.check_bool(call, "remove_accidental_hits", remove_accidental_hits):
         hits = labels[..., :, None] == _like(ids, others)[..., None, :]
-        count &= ~jnp.any(hits, axis=-2)
-    return right, _Others(others, count)
+        counts &= ~jnp.any(hits, axis=-2)
+    return right, others, counts
 
 
 def _like(x: jax.Array, others: jax.Array) -> jax.Array:
