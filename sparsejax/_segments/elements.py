@@ -90,7 +90,7 @@ def narrow(call: str, x: Any, name: str) -> Any:
         if low < limits.min or high > limits.max:
             raise ValueError(
                 f"{call}: {name} must fit in {dtype}, got integers from {low} to "
-                f"{high}. Set jax_enable_x64, or map the values to smaller ones."
+                f"{high}. Set jax_enable_x64, or map or hash them to 32 bits first."
             )
     return x.astype(dtype, copy=False)
 

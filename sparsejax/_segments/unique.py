@@ -16,7 +16,7 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import merge
-from sparsejax._segments import SegmentTensor
+from sparsejax._segments import SegmentTensor, elements
 
 
 _UNIQUE = "sparsejax.unique"
@@ -124,15 +124,4 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
 def _keys(call: str, ids: Any) -> jax.Array:
     """Returns ids as a JAX array, or raises if JAX would truncate them to 32 bits."""
     ids = _arguments.as_integers(call, ids)
-    is_wide = isinstance(ids, np.ndarray) and ids.itemsize == 8
-    if is_wide and not _arguments.x64_enabled():
-        low, high = (int(ids.min()), int(ids.max())) if ids.size else (0, 0)
-        limits = jnp.iinfo(jnp.int32 if ids.dtype.kind == "i" else jnp.uint32)
-        if low < limits.min or high > limits.max:
-            raise ValueError(
-                f"{call}: ids from {low} to {high} do not fit in 32 bits, to which JAX "
-                f"would truncate {ids.dtype}. Set jax_enable_x64, or hash the ids to "
-                "32 bits first."
-            )
-        ids = ids.astype(limits.dtype)
-    return jnp.asarray(ids)
+    return jnp.asarray(elements.narrow(call, ids, "ids"))
