@@ -1,6 +1,7 @@
 """pack_segments and unpack_segments: between segments and rows of equal length.
 
-Each is a single gather per array, with indices computed from the lengths.
+Each is a single gather per array, with indices computed from the lengths. Packing is
+`SegmentTensor.to_padded` with zeros.
 """
 
 from __future__ import annotations
@@ -76,16 +77,10 @@ def pack_segments(
             "first, and use the result as values."
         )
     max_length = _arguments.static_int(_PACK, "max_length", max_length)
-    if not st.is_sorted:
-        st = st.sort()
-    column = lax.iota(jnp.int32, max_length)[None, :]
-    mask = column < st.lengths.astype(jnp.int32)[:, None]
-    source = st.offsets[:-1].astype(jnp.int32)[:, None] + column
-    source = jnp.where(mask, source, np.int32(st.capacity))
-    packed = jax.tree.map(
-        lambda x: indexing.take_rows(jnp.asarray(x), source), st.values
-    )
-    return (packed, mask) if return_mask else packed
+    packed = st.to_padded(max_length, 0)
+    if not return_mask:
+        return packed
+    return packed, lax.iota(jnp.int32, max_length)[None] < st.lengths[:, None]
 
 
 def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
