@@ -178,8 +178,7 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
         raise ValueError(
             f"{_CALL}: num_columns={num_columns}, but csr has shape {csr.shape}."
         )
-    values = {"index": jnp.asarray(csr.indices), "value": jnp.asarray(csr.data)}
-    return SegmentTensor.from_offsets(values, jnp.asarray(csr.indptr)), csr.shape[1]
+    return SegmentTensor.from_csr(csr), csr.shape[1]
 
 
 def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
