@@ -420,7 +420,7 @@ def check_bool(call: str, name: str, x: Any) -> bool:
     return bool(x)
 
 
-def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> jax.Array:
+def as_key(call: str, key: Any, from_int: bool = False) -> jax.Array:
     """Returns `key` as one typed PRNG key, or raises a TypeError.
 
     Also accepts a raw key (`jax.random.PRNGKey`), and with `from_int` an int.
@@ -441,7 +441,7 @@ def as_key(call: str, key: Any, name: str = "key", from_int: bool = False) -> ja
         found = show(key)
     raise wrong_type(
         call,
-        name,
+        "key",
         f"one PRNG key{' or an int' if from_int else ''}, for example "
         "jax.random.key(0)",
         found,

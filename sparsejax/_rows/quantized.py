@@ -392,7 +392,7 @@ class QuantizedTable:
           >>> sj.quantize(jnp.ones((1, 2))).astype(jnp.bfloat16).get(0)
           Array([1, 1], dtype=bfloat16)
         """
-        kind = _float_dtype("QuantizedTable.astype", "dtype", dtype)
+        kind = _float_dtype("QuantizedTable.astype", dtype)
         return QuantizedTable(self.codes, self._pairs, self.bits, self.row_shape, kind)
 
     def unpack(self) -> QuantizedTable:
@@ -497,7 +497,7 @@ class QuantizedTable:
             )
         codes, pair = fused[:, :-tail], fused[:, -tail:]
         pair = lax.bitcast_convert_type(pair.reshape(len(pair), 2, -1), pair_dtype)
-        kind = _float_dtype(call, "dtype", dtype)
+        kind = _float_dtype(call, dtype)
         return cls(codes, pair, bits, (features,), kind)
 
 
@@ -880,7 +880,7 @@ def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     return int(bits), found
 
 
-def _float_dtype(call: str, name: str, dtype: Any) -> Any:
+def _float_dtype(call: str, dtype: Any) -> Any:
     try:
         found = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
@@ -888,7 +888,7 @@ def _float_dtype(call: str, name: str, dtype: Any) -> Any:
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise _arguments.wrong_type(
             call,
-            name,
+            "dtype",
             "a floating-point dtype",
             _arguments.show(dtype),
             "Rows are floats.",
