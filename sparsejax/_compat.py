@@ -37,6 +37,9 @@ Literal = _jex_core.Literal
 Primitive = _jex_core.Primitive
 pvary_p = _core.pvary_p
 
+# Runs an open jaxpr: `eval_jaxpr(jaxpr, consts, *args)`.
+eval_jaxpr = _core.eval_jaxpr
+
 # jax 0.7.2 has it elsewhere.
 _namespace: Any = jax if hasattr(jax, "enable_x64") else _experimental
 enable_x64 = _namespace.enable_x64
@@ -414,11 +417,6 @@ def only_needed(
     outputs = [True] * len(jaxpr.outvars) if outputs is None else list(outputs)
     less, of_consts, of_inputs = _partial_eval.dce_jaxpr_consts(jaxpr, outputs)
     return less, [c for c, used in zip(consts, of_consts) if used], list(of_inputs)
-
-
-def eval_jaxpr(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Runs an open jaxpr."""
-    return _core.eval_jaxpr(jaxpr, consts, *args)
 
 
 def eval_in_own_mesh(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
