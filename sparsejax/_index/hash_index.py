@@ -982,24 +982,7 @@ def _smallest(among: jax.Array, orders: list[jax.Array], count: jax.Array) -> ja
         chosen |= below
         count = count - jnp.sum(below, dtype=jnp.int32)
         among &= order == limit
-    return chosen | _first(among, count)
-
-
-def _first(mask: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns `mask` with only its first `count` true elements."""
-    n, width = mask.shape[0], 128
-    parts = -(-n // width)
-    flags = jnp.pad(mask, (0, parts * width - n)).reshape(parts, width)
-    up_to = jnp.cumsum(jnp.sum(flags, axis=1, dtype=jnp.int32))
-    # Count by parts, then inside one part: a running count over all elements takes ten
-    # times as long.
-    whole = jnp.sum(up_to <= count, dtype=jnp.int32)
-    left = count - jnp.max(up_to, where=up_to <= count, initial=np.int32(0))
-    part = lax.iota(jnp.int32, parts)[:, None]
-    last = _take(flags, jnp.minimum(whole, np.int32(parts - 1)))
-    begins = jnp.cumsum(last, dtype=jnp.int32) <= left
-    flags &= (part < whole) | ((part == whole) & begins[None])
-    return flags.reshape(-1)[:n]
+    return chosen | (among & (indexing.running_count(among) <= count))
 
 
 # ------------------------------------------------------------------ the sketch
