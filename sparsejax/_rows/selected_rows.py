@@ -591,14 +591,7 @@ class SelectedRows(metaclass=_InErrors):
             ".map(lambda v: v + ...) to change only the stored rows."
         )
 
-    @overload
-    def __radd__(self, other: Self | float) -> Self: ...
-    @overload
-    def __radd__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
-    @overload
-    def __radd__(self, other: Any) -> Any: ...
-    def __radd__(self, other: Any) -> Any:
-        return self.__add__(other)
+    __radd__ = __add__
 
     @overload
     def __sub__(self, other: Self | float) -> Self: ...
@@ -631,8 +624,7 @@ class SelectedRows(metaclass=_InErrors):
             return NotImplemented
         return self.map(lambda v: _scale(operator.mul, "*", v, other))
 
-    def __rmul__(self, other: Any) -> SelectedRows:
-        return self.__mul__(other)
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> SelectedRows:
         if is_selected_rows(other):

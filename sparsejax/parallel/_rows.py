@@ -149,6 +149,8 @@ class ShardedRows(SelectedRows):
         known = known_sum(self, other)
         return _add_to(other, self) if known is None else known
 
+    __radd__ = __add__
+
 
 # ------------------------------------------------------------------ at the owners
 
