@@ -180,35 +180,20 @@ def measure(
     """The cost of exchanging the rows at `positions`, without the exchange."""
 
     def body(positions):
-        return _counts(owners, _group_by_owner(owners, positions), slots)
+        groups = _group_by_owner(owners, positions)
+        overflow = jnp.maximum(groups.size - np.int32(slots), np.int32(0))
+        sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (groups.size, overflow)])
+        sums = lax.psum(sums, owners.mesh.axis_names)
+        largest = lax.pmax(jnp.max(groups.size), owners.mesh.axis_names)
+        return jnp.stack([_num_rounds(owners, groups, slots), largest, *sums])
 
     counts = owners.shard_map(
         body, positions, in_specs=(owners.batch_spec,), out_specs=PartitionSpec()
     )
-    return _metrics(owners, slots, counts, positions.dtype, dtype, row)
-
-
-def _counts(owners: Owners, groups: _Groups, slots: int) -> jax.Array:
-    """int32[4], equal on all devices: rounds, largest, rows, overflow."""
-    overflow = jnp.maximum(groups.size - np.int32(slots), np.int32(0))
-    sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (groups.size, overflow)])
-    sums = lax.psum(sums, owners.mesh.axis_names)
-    largest = lax.pmax(jnp.max(groups.size), owners.mesh.axis_names)
-    return jnp.stack([_num_rounds(owners, groups, slots), largest, *sums])
-
-
-def _metrics(
-    owners: Owners,
-    slots: int,
-    counts: jax.Array,
-    id_dtype: Any,
-    dtype: Any,
-    row: tuple[int, ...],
-) -> Metrics:
     rounds, largest, rows, overflow = (counts[k] for k in range(4))
     # In each round ids go one way and rows the other.
     sent_as = dtype if owners.wire_dtype is None else owners.wire_dtype
-    slot_bytes = id_dtype.itemsize + math.prod(row) * jnp.dtype(sent_as).itemsize
+    slot_bytes = positions.dtype.itemsize + math.prod(row) * jnp.dtype(sent_as).itemsize
     round_bytes = np.float32((owners.count - 1) * slots * slot_bytes)
     sent = rounds.astype(jnp.float32) * round_bytes
     return Metrics(rounds, rows, largest, overflow, sent)
