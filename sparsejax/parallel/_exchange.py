@@ -184,13 +184,13 @@ def measure(
         overflow = jnp.maximum(groups.size - np.int32(slots), np.int32(0))
         sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (groups.size, overflow)])
         sums = lax.psum(sums, owners.mesh.axis_names)
-        largest = lax.pmax(jnp.max(groups.size), owners.mesh.axis_names)
-        return jnp.stack([_num_rounds(owners, groups, slots), largest, *sums])
+        return jnp.stack([groups.largest, *sums])
 
     counts = owners.shard_map(
         body, positions, in_specs=(owners.batch_spec,), out_specs=PartitionSpec()
     )
-    rounds, largest, rows, overflow = (counts[k] for k in range(4))
+    largest, rows, overflow = (counts[k] for k in range(3))
+    rounds = (largest + np.int32(slots - 1)) // np.int32(slots)
     # In each round ids go one way and rows the other.
     sent_as = dtype if owners.wire_dtype is None else owners.wire_dtype
     slot_bytes = positions.dtype.itemsize + math.prod(row) * jnp.dtype(sent_as).itemsize
@@ -209,6 +209,7 @@ class _Groups(NamedTuple):
     first: jax.Array  # int32[N], the start of each owner's group
     size: jax.Array  # int32[N], and how long it is
     slot: jax.Array  # int32[n], the place of each position in `rows`
+    largest: jax.Array  # int32, the longest group of any device
 
 
 def _group_by_owner(owners: Owners, positions: jax.Array) -> _Groups:
@@ -216,35 +217,32 @@ def _group_by_owner(owners: Owners, positions: jax.Array) -> _Groups:
     rows, slot, _ = merge.merge_plan(positions, owners.height, capacity)
     starts = np.arange(owners.count + 1, dtype=np.int64) * owners.rows
     edges = jnp.searchsorted(rows, starts.astype(rows.dtype)).astype(jnp.int32)
-    return _Groups(rows, edges[:-1], edges[1:] - edges[:-1], slot)
+    size = edges[1:] - edges[:-1]
+    largest = lax.pmax(jnp.max(size), owners.mesh.axis_names)
+    return _Groups(rows, edges[:-1], size, slot, largest)
 
 
-def _num_rounds(owners: Owners, groups: _Groups, slots: int) -> jax.Array:
-    """How many rounds all devices need, the same int32 on each."""
-    largest = lax.pmax(jnp.max(groups.size), owners.mesh.axis_names)
-    return (largest + np.int32(slots - 1)) // np.int32(slots)
-
-
-def _round_ids(owners: Owners, groups: _Groups, slots: int, number: Any) -> jax.Array:
+def _round_ids(owners: Owners, groups: _Groups, slots: int, sent: Any) -> jax.Array:
     """The owners' row numbers `[N, C]` that go out in one round; R in empty slots."""
-    at, used = _round_slots(groups, slots, number)
+    at, used = _round_slots(groups, slots, sent)
     starts = np.arange(owners.count).reshape(-1, 1) * owners.rows
     ids = indexing.take_rows(groups.rows, at) - starts.astype(groups.rows.dtype)
     return jnp.where(used, ids, _arguments.scalar(owners.rows, ids))
 
 
-def _round_values(groups: _Groups, values: jax.Array, slots: int, number: Any) -> Any:
+def _round_values(groups: _Groups, values: jax.Array, slots: int, sent: Any) -> Any:
     """`values [u, ...]` of the ids of one round, `[N, C, ...]`."""
-    at, used = _round_slots(groups, slots, number)
+    at, used = _round_slots(groups, slots, sent)
     return indexing.take_rows(values, jnp.where(used, at, np.int32(values.shape[0])))
 
 
-def _round_slots(
-    groups: _Groups, slots: int, number: Any
-) -> tuple[jax.Array, jax.Array]:
-    """For the slots `[N, C]` of a round: places in `rows`, and which are used."""
-    within = number * np.int32(slots) + np.arange(slots, dtype=np.int32)
-    within = jnp.reshape(within, (1, -1))
+def _round_slots(groups: _Groups, slots: int, sent: Any) -> tuple[jax.Array, jax.Array]:
+    """For the slots `[N, C]` of a round: places in `rows`, and which are used.
+
+    `sent` is int32, the ids of earlier rounds: one number, or `[N]`.
+    """
+    slot = np.arange(slots, dtype=np.int32).reshape(1, -1)
+    within = jnp.reshape(sent, (-1, 1)) + slot
     return groups.first.reshape(-1, 1) + within, within < groups.size.reshape(-1, 1)
 
 
@@ -305,13 +303,18 @@ _send_narrow_p = _compat.multilinear_primitive(
 )
 
 
-def _for_each_round(rounds: Any, is_single: bool, body: Callable, start: Any) -> Any:
-    """`carry = body(number, carry)` for each round; no loop if one always suffices."""
-    if is_single:
+def _for_each_round(
+    owners: Owners, groups: _Groups, slots: int, body: Callable, start: Any
+) -> Any:
+    """`carry = body(sent, carry)` for each round, after `sent` ids for each owner.
+
+    No loop if one round always suffices.
+    """
+    if _fits_one_round(owners, groups.slot.size, slots):
         return body(np.int32(0), start)
     # `while_loop`, since the number of rounds depends on the batch.
-    more = lambda carry: carry[0] < rounds
-    step = lambda carry: (carry[0] + np.int32(1), body(*carry))
+    more = lambda carry: carry[0] < groups.largest
+    step = lambda carry: (carry[0] + np.int32(slots), body(*carry))
     return lax.while_loop(more, step, (jnp.zeros((), jnp.int32), start))[1]
 
 
@@ -395,21 +398,21 @@ def _read_here(
         return _read_own_rows(values, to_own_rows(owners, positions))
     row = values.shape[1:]
     groups = _group_by_owner(owners, positions)
-    rounds = _num_rounds(owners, groups, slots)
     # Each position is answered in one round, at one place of that round.
     owner = positions // _arguments.scalar(owners.rows, positions)
     known = owner < _arguments.scalar(owners.count, owner)
     owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
     within = groups.slot - groups.first[owner]
-    place = owner * np.int32(slots) + within % np.int32(slots)
-    round_of = jnp.where(known, within // np.int32(slots), np.int32(-1))
+    slot = within % np.int32(slots)
+    place = owner * np.int32(slots) + slot
+    sent_before = jnp.where(known, within - slot, np.int32(-1))
 
-    def one_round(number, rows):
-        requested = _round_ids(owners, groups, slots, number)
+    def one_round(sent, rows):
+        requested = _round_ids(owners, groups, slots, sent)
         answers = _read_own_rows(values, _all_to_all(owners, requested))
         answers = _all_rows_to_all(owners, answers)
         answers = answers.reshape(owners.count * slots, *row)
-        now = round_of == number
+        now = sent_before == sent
         at = jnp.where(now, place, np.int32(answers.shape[0]))
         new = indexing.take_rows(answers, at)
         if rows is None:
@@ -418,7 +421,7 @@ def _read_here(
 
     is_single = _fits_one_round(owners, positions.size, slots)
     start = None if is_single else jnp.zeros((positions.size, *row), values.dtype)
-    return _for_each_round(rounds, is_single, one_round, start)
+    return _for_each_round(owners, groups, slots, one_round, start)
 
 
 def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
@@ -443,14 +446,12 @@ def _add(
         groups = _group_by_owner(owners, positions)
         merged = _sum_duplicates(groups, cotangent.astype(wide))
 
-        def one_round(number, table):
-            requested = _all_to_all(owners, _round_ids(owners, groups, slots, number))
-            values = _round_values(groups, merged, slots, number)
+        def one_round(sent, table):
+            requested = _all_to_all(owners, _round_ids(owners, groups, slots, sent))
+            values = _round_values(groups, merged, slots, sent)
             return indexing.add_rows(table, requested, _all_rows_to_all(owners, values))
 
-        is_single = _fits_one_round(owners, positions.size, slots)
-        rounds = _num_rounds(owners, groups, slots)
-        return total(_for_each_round(rounds, is_single, one_round, table))
+        return total(_for_each_round(owners, groups, slots, one_round, table))
 
     def total(table):
         table = lax.psum(table, owners.replica_axes) if owners.replica_axes else table
@@ -555,7 +556,6 @@ def send_to_owners(
     here = positions.size // owners.devices
     most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
     most_got = max_received(owners, slots, positions)
-    is_single = _fits_one_round(owners, here, slots)
     length = slots * -(-most_sent // max(1, slots))
 
     def body(positions, values):
@@ -567,28 +567,26 @@ def send_to_owners(
             total = indexing.add_rows(total, slot, values)
             return to_positions(owners, rows), total.astype(dtype)
         groups = _group_by_owner(owners, positions)
-        rounds = _num_rounds(owners, groups, slots)
         merged = _sum_duplicates(groups, values)
 
-        def send_ids(number, got):
-            new = _all_to_all(owners, _round_ids(owners, groups, slots, number))
-            at = np.int32(0), number * np.int32(slots)
-            return lax.dynamic_update_slice(got, new, at)
+        def send_ids(sent, got):
+            new = _all_to_all(owners, _round_ids(owners, groups, slots, sent))
+            return lax.dynamic_update_slice(got, new, (np.int32(0), sent))
 
         none = _arguments.scalar(owners.rows, positions)
         got = jnp.full((owners.count, length), none, positions.dtype)
-        got = _for_each_round(rounds, is_single, send_ids, got)
+        got = _for_each_round(owners, groups, slots, send_ids, got)
         got = _gather_replicas(owners, got).reshape(-1)
         rows, slot, _ = merge.merge_plan(got, owners.rows, most_got)
         slot = slot.reshape(-1, length)
 
-        def send_values(number, total):
-            new = _round_values(groups, merged, slots, number)
+        def send_values(sent, total):
+            new = _round_values(groups, merged, slots, sent)
             new = _gather_replica_rows(owners, _all_rows_to_all(owners, new))
-            at = lax.dynamic_slice_in_dim(slot, number * np.int32(slots), slots, 1)
+            at = lax.dynamic_slice_in_dim(slot, sent, slots, 1)
             return indexing.add_rows(total, at, new)
 
-        total = _for_each_round(rounds, is_single, send_values, total)
+        total = _for_each_round(owners, groups, slots, send_values, total)
         return to_positions(owners, rows), total.astype(dtype)
 
     return owners.shard_map(
@@ -632,21 +630,15 @@ def receive_by_ranges(
         return apply(*_at_this_owner(owners, positions, values), carry)
     groups = _group_by_owner(owners, positions)
     merged = _sum_duplicates(groups, values)
-    first = groups.first.reshape(-1, 1)
     last_row = _arguments.scalar(owners.rows - 1, positions)
     starts = (np.arange(owners.count) * owners.rows).astype(positions.dtype)
 
     def one_round(sent, carry):
-        within = sent.reshape(-1, 1) + np.arange(slots, dtype=np.int32).reshape(1, -1)
-        used, at = within < groups.size.reshape(-1, 1), first + within
-        ids = indexing.take_rows(groups.rows, at) - starts.reshape(-1, 1)
-        ids = jnp.where(used, ids, _arguments.scalar(owners.rows, ids))
+        ids = _round_ids(owners, groups, slots, sent)
         # The last id is sent as its complement if the device has more for this owner.
         more = sent + np.int32(slots) < groups.size
         ids = ids.at[:, -1].set(jnp.where(more, ~ids[:, -1], ids[:, -1]))
-        rows = indexing.take_rows(
-            merged, jnp.where(used, at, np.int32(merged.shape[0]))
-        )
+        rows = _round_values(groups, merged, slots, sent)
         got = _gather_replicas(owners, _all_to_all(owners, ids))
         rows = _gather_replica_rows(owners, _all_rows_to_all(owners, rows))
         stops = got[:, -1]
