@@ -31,7 +31,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import is_selected_rows
-from sparsejax.parallel._exchange import Owners, rearrange
+from sparsejax.parallel._exchange import rearrange
 from sparsejax.parallel._layout import Block
 from sparsejax.parallel._read import owners_of
 from sparsejax.parallel._table import ShardedTable
@@ -548,25 +548,14 @@ def _values_like(table: ShardedTable, rows: Any) -> Any:
 
 @jax.jit
 def _to_blocks(table: ShardedTable) -> jax.Array:
-    height, shards, owners = table.height, table.num_shards, owners_of(table)
-
-    def position_of(ids):
-        found = table.layout.position(ids, height, shards)
-        none = _arguments.scalar(owners.height, ids)
-        return jnp.where(ids < _arguments.scalar(height, ids), found, none)
-
-    return rearrange(owners, table.values, _block_rows(table), position_of)
+    rows = _block_rows(table)
+    return rearrange(owners_of(table), table.values, rows, table.position)
 
 
 @jax.jit
 def _from_blocks(table: ShardedTable) -> jax.Array:
     """The stored values of a table whose `values` are its rows in the order of ids."""
-    height, shards = table.height, table.num_shards
-    owners = Owners(table.mesh, table.axes, _block_rows(table))
-
-    def position_of(at):
-        ids = table.layout.ids_at(at, height, shards)
-        none = _arguments.scalar(owners.height, ids)
-        return jnp.where(ids < _arguments.scalar(height, ids), ids, none)
-
-    return rearrange(owners, table.values, table.rows_per_shard, position_of)
+    by_id = dataclasses.replace(table, layout=Block())
+    position_of = lambda at: by_id.position(table.ids_at(at))
+    rows = table.rows_per_shard
+    return rearrange(owners_of(by_id), table.values, rows, position_of)
