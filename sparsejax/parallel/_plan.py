@@ -20,10 +20,9 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.parallel._columns import shard_columns
 from sparsejax.parallel._costs import Cost, cost_table_wise, costs_of
-from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._plan_reads import Read, reads_in_loss
-from sparsejax.parallel._read import measure_capacity
+from sparsejax.parallel._read import measure_capacity, owners_of
 from sparsejax.parallel._table import (
     ShardedTable,
     can_send_in_16_bits,
@@ -514,7 +513,7 @@ def _table_plan(
 ) -> TablePlan:
     table = shard_rows(spec, mesh, axis)
     wire_dtype = wire_dtype if can_send_in_16_bits(spec.dtype) else None
-    owners = Owners(mesh, table.axes, table.rows_per_shard)
+    owners = owners_of(table)
     devices = owners.count
     each = [-(-read.count // devices) for read in reads]
     here = sum(each)
