@@ -130,8 +130,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
     """`[B, ...]` of rows `[B, L, ...]`; each device reduces its own bags."""
 
     def body(rows, skip, *weights):
-        flat = rows.reshape(math.prod(rows.shape[:2]), *rows.shape[2:])
-        return _reduce(flat, skip, weights, combiner)
+        return _reduce(indexing.merge_axes(rows, 2), skip, weights, combiner)
 
     args = [rows, skip, *([] if weights is None else [weights])]
     if not skip.size:

@@ -417,7 +417,7 @@ def _read_here(
         new = indexing.take_rows(answers, at)
         if rows is None:
             return new
-        return jnp.where(now.reshape(-1, *(1 for _ in row)), new, rows)
+        return jnp.where(indexing.append_axes(now, new.ndim), new, rows)
 
     is_single = _fits_one_round(owners, positions.size, slots)
     start = None if is_single else jnp.zeros((positions.size, *row), values.dtype)

@@ -391,7 +391,7 @@ def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
     if x.shape[0] == 1:
         # Without the constraint XLA may gather the result of a jitted gradient.
         return constrain(x[0], owners.mesh, *owners.batch_spec)
-    merge = lambda part: part.reshape(math.prod(part.shape[:2]), *part.shape[2:])
+    merge = lambda part: indexing.merge_axes(part, 2)
     by_turn = PartitionSpec(None, *owners.batch_spec)
     return owners.shard_map(merge, x, in_specs=(by_turn,), out_specs=owners.batch_spec)
 
