@@ -168,13 +168,18 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
         check_vma=True,
     )
     if combiner != "sum":
-        by = by.reshape(-1, *(1 for _ in total.shape[1:]))
-        some = by != 0
-        by = jnp.where(some, by, jnp.ones((), by.dtype))
-        by = jnp.sqrt(by) if combiner == "sqrtn" else by
-        total = jnp.where(some, total / by, jnp.zeros((), total.dtype))
+        total = divide(total, by, combiner)
     is_float = jnp.issubdtype(rows.dtype, jnp.floating)
     return total.astype(rows.dtype) if is_float else total
+
+
+def divide(total: jax.Array, by: jax.Array, combiner: str) -> jax.Array:
+    """Sums as means or sqrtn: `by` is the sum of w or of w^2, and 0 gives zeros."""
+    by = indexing.append_axes(by, total.ndim)
+    some = by != 0
+    by = jnp.where(some, by, jnp.ones((), by.dtype))
+    by = jnp.sqrt(by) if combiner == "sqrtn" else by
+    return jnp.where(some, total / by, jnp.zeros((), total.dtype))
 
 
 def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.Array:

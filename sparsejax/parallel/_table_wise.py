@@ -33,7 +33,7 @@ from sparsejax import _arguments
 from sparsejax._lookup import lookup
 from sparsejax._rows import indexing, read_stacked_tables
 from sparsejax.parallel import _exchange
-from sparsejax.parallel._bags import pad_examples, remove_padding
+from sparsejax.parallel._bags import divide, pad_examples, remove_padding
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
@@ -170,7 +170,10 @@ def _read_stacked_tables(
     bags = owners.shard_map(add, *args, in_specs=(spec,) * len(args), out_specs=spec)
     bags = remove_padding(bags, examples)
     if is_mean:
-        bags = _divide(bags, skip, weights, combiner).astype(table.dtype)
+        by = jnp.ones(skip.shape, sent) if weights is None else weights.astype(sent)
+        by = by * by if combiner == "sqrtn" else by
+        by = jnp.sum(indexing.zero_unless(~skip, by), axis=-1)
+        bags = divide(bags, by, combiner).astype(table.dtype)
     if mode == "zero":
         return bags
     # Added, so that a gradient of NaN reaches the bag's other rows, as elsewhere.
@@ -209,18 +212,3 @@ def _add_rows(
 def _size(route: _Route) -> int:
     """m, the number of devices in a group."""
     return math.prod(route.owners.mesh.shape[name] for name in route.within)
-
-
-def _divide(
-    bags: jax.Array, skip: jax.Array, weights: jax.Array | None, combiner: str
-) -> jax.Array:
-    """Sums `[B, F, ...]` as means or sqrtn; an empty bag has zeros."""
-    wide = bags.dtype
-    by = jnp.ones(skip.shape, wide) if weights is None else weights.astype(wide)
-    by = by * by if combiner == "sqrtn" else by
-    by = jnp.sum(indexing.zero_unless(~skip, by), axis=-1)
-    some = by != 0
-    by = jnp.where(some, by, jnp.ones((), wide))
-    by = jnp.sqrt(by) if combiner == "sqrtn" else by
-    some, by = (indexing.append_axes(x, bags.ndim) for x in (some, by))
-    return jnp.where(some, bags / by, 0)
