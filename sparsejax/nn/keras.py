@@ -745,15 +745,17 @@ class SparseModel(keras.Model):
         paths = _paths(self.trainable_variables)
 
         def loss_fn(params):
-            loss, (unscaled, y_pred, new_others, new_metrics) = self._loss(
+            loss, aux = self.compute_loss_and_updates(
                 [params[path] for path in paths],
                 others,
                 metrics,
                 x,
                 y,
                 sample_weight,
-                optimizer_variables,
+                training=True,
+                optimizer_variables=optimizer_variables,
             )
+            unscaled, y_pred, new_others, new_metrics = aux
             # What did not change stays out of the outputs of the program.
             changed = [None if a is b else a for a, b in zip(new_others, others)]
             return loss, (unscaled, y_pred, changed, new_metrics)
@@ -804,39 +806,19 @@ class SparseModel(keras.Model):
             return sum(jnp.sum(each) for each in jax.tree.leaves([outputs, losses]))
 
         def params_loss(params):
-            return self._loss(
+            return self.compute_loss_and_updates(
                 [params[path] for path in paths],
                 values(self.non_trainable_variables),
                 values(self.metrics_variables),
                 x,
                 y,
                 sample_weight,
-                values(self.optimizer.variables),
+                training=True,
+                optimizer_variables=values(self.optimizer.variables),
             )[0]
 
         loss = outputs_loss if of_outputs else params_loss
         return explain(loss)(_by_path(trainable, values(trainable)))
-
-    def _loss(
-        self,
-        trainable: Any,
-        others: Any,
-        metrics: Any,
-        x: Any,
-        y: Any,
-        sample_weight: Any,
-        optimizer_variables: Any,
-    ) -> Any:
-        return self.compute_loss_and_updates(
-            trainable,
-            others,
-            metrics,
-            x,
-            y,
-            sample_weight,
-            training=True,
-            optimizer_variables=optimizer_variables,
-        )
 
 
 def _functional_class() -> Any:
