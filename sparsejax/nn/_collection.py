@@ -282,7 +282,8 @@ class EmbeddingCollection:
           >>> layer.get_rows(layer.init(jax.random.key(0)), "b", [6, 0]).shape
           (2, 2)
         """
-        layer, place = self._layers[self._known(table)], self._place(table)
+        place = self._place(table)
+        layer = self._layers[table]
         stack = self._arrays(params)[place.stack]
         rows = _stacks.translate(_CALL, layer, place, stack.shape[0], ids)
         mode = "zero" if layer.mode == "zero" else "fill"
@@ -424,12 +425,9 @@ class EmbeddingCollection:
             if name in ids
         ]
 
-    def _known(self, table: Any) -> Any:
-        _check_known("table", table, list(self._layers))
-        return table
-
     def _place(self, table: Any) -> _stacks.Place:
-        return self._layout[1][self._known(table)]
+        _check_known("table", table, list(self._layers))
+        return self._layout[1][table]
 
     def _as_table(self, name: str, values: Any) -> jax.Array:
         layer = self._layers[name]
