@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import jax
 
 from sparsejax import _arguments
-from sparsejax._arguments import PyTree
+from sparsejax._arguments import Initializer, PyTree
 from sparsejax.nn import _layer, _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
 from sparsejax.nn._dense import Dense
@@ -123,7 +123,7 @@ class SparseLinear(SparseBlock, Dense):
     """
 
     _call: ClassVar[str] = "sparsejax.nn.SparseLinear"
-    kernel_init: _layer.Initializer = dataclasses.field(
+    kernel_init: Initializer = dataclasses.field(
         default=jax.nn.initializers.zeros, kw_only=True
     )
     mode: str = dataclasses.field(default="fill", kw_only=True)

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
-from sparsejax._arguments import ArrayLike, CSRLike, PyTree, Spec
+from sparsejax._arguments import ArrayLike, CSRLike, Initializer, PyTree, Spec
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _matrix, _row_ids
 
@@ -75,8 +75,8 @@ class Dense:
     use_bias: bool = True
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.dtype("float32")
-    kernel_init: _layer.Initializer = _KERNEL_INIT
-    bias_init: _layer.Initializer = _BIAS_INIT
+    kernel_init: Initializer = _KERNEL_INIT
+    bias_init: Initializer = _BIAS_INIT
     sparse_grad: bool | None = None
     mode: str = "drop"
 

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
-from sparsejax._arguments import ArrayLike, PyTree
+from sparsejax._arguments import ArrayLike, Initializer, PyTree
 from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import embedding_bag
 from sparsejax._rows import check_whole, indexing, table_or_none
@@ -46,7 +46,7 @@ class TableLayer:
     padding_id: int | None
     max_norm: float | None
     mode: str
-    embedding_init: _layer.Initializer
+    embedding_init: Initializer
 
     def __repr__(self) -> str:
         return _layer.show(self)
@@ -204,7 +204,7 @@ class Embedding(TableLayer):
     padding_id: int | None = None
     max_norm: float | None = None
     mode: str = "fill"
-    embedding_init: _layer.Initializer = TABLE_INIT
+    embedding_init: Initializer = TABLE_INIT
 
     def __call__(self, params: PyTree, ids: ArrayLike | SegmentTensor) -> Any:
         """The rows of `ids`.
@@ -344,7 +344,7 @@ class EmbeddingBag(TableLayer):
     padding_id: int | None = None
     max_norm: float | None = None
     mode: str = "fill"
-    embedding_init: _layer.Initializer = TABLE_INIT
+    embedding_init: Initializer = TABLE_INIT
 
     def __post_init__(self) -> None:
         check_combiner(self._call, self.combiner)

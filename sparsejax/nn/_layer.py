@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax import _arguments, _compat
-from sparsejax._arguments import Initializer as Initializer, PyTree
+from sparsejax._arguments import Initializer, PyTree
 from sparsejax._rows import table_or_none
 
 
