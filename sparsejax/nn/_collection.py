@@ -103,7 +103,7 @@ class EmbeddingCollection:
                 "a feature for each."
             )
         _layer.check_bool(_CALL, "stacked", self.stacked)
-        _layer.set_fields(self, tables=tables, features=features)
+        vars(self).update(tables=tables, features=features)
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name!r}: {layer!r}" for name, layer in self.tables)

@@ -91,8 +91,7 @@ class Dense:
             _layer.check_initializer(call, name, getattr(self, name))
         if columns is not None:
             columns = _layer.check_size(call, "in_features", columns)
-        _layer.set_fields(
-            self,
+        vars(self).update(
             features=_layer.check_size(call, "features", self.features),
             in_features=columns,
             dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
@@ -190,7 +189,7 @@ class Dense:
         out = _matrix.multiply(self._call, x, kernel, dtype, self.mode)
         if self.use_bias:
             bias = _layer.parameter(self._call, params, "bias", shape[1:])
-            out = _layer.add_bias(out, bias)
+            out += jnp.expand_dims(bias.astype(out.dtype), range(out.ndim - 1))
         return out.astype(dtype)
 
     def row_ids(self, x: CSRLike) -> dict[str, Any]:

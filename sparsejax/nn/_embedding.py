@@ -56,8 +56,7 @@ class TableLayer:
         _layer.check_bool(call, "sparse_grad", self.sparse_grad)
         _layer.check_initializer(call, "embedding_init", self.embedding_init)
         param_dtype = _layer.check_dtype(call, "param_dtype", self.param_dtype)
-        _layer.set_fields(
-            self,
+        vars(self).update(
             num_embeddings=_layer.check_size(
                 call, "num_embeddings", self.num_embeddings
             ),

@@ -122,11 +122,6 @@ def check_initializer(call: str, name: str, value: Any) -> Any:
     return value
 
 
-def set_fields(layer: Any, **fields: Any) -> None:
-    """Sets fields of a frozen dataclass in its `__init__` or `__post_init__`."""
-    layer.__dict__.update(fields)
-
-
 def show(self: Any) -> str:
     """The repr of a layer: its class and its non-default fields."""
     parts = []
@@ -208,12 +203,6 @@ def table_of(
 
 
 dense_gradient_p = _compat.linear_primitive("dense_gradient", lambda x: x, {})
-
-
-def add_bias(out: jax.Array, bias: jax.Array) -> jax.Array:
-    """`out + bias`; `bias` has the last axes of `out`."""
-    shape = (1,) * (out.ndim - bias.ndim) + bias.shape
-    return out + bias.reshape(shape).astype(out.dtype)
 
 
 # ------------------------------------------------------------------ for frameworks
