@@ -9,7 +9,6 @@ combiners max, min and logsumexp the rows are gathered on every device.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,19 +51,14 @@ def reduce_bags(
     skip = jnp.zeros_like(ids, bool) if skip is None else skip
 
     # Pad so that every device gets the same number of bags, or elements.
-    lead = ids.shape[:-1]
-    spec = _compat.explicit_spec(ids)[: len(lead) + (combiner == "none")]
+    count = ids.shape[0]
+    spec = _compat.explicit_spec(ids)[: 2 if combiner == "none" else 1]
     ids, skip = pad_examples(owners, ids, -1), pad_examples(owners, skip, True)
     weights = None if weights is None else pad_examples(owners, weights, 0)
     rows = read_rows(ids, skip)
-    row = rows.shape[ids.ndim :]
     if segment_ids is None:
         out = _padded_bags(owners, rows, skip, weights, combiner)
-        if combiner == "none":
-            lead = (*lead, ids.shape[-1])
-        out = remove_padding(out, math.prod(lead))
-        if len(lead) != 1:
-            out = replicate(out).reshape(*lead, *row)
+        out = remove_padding(out, count)
         if owners.is_explicit:
             rest = (None,) * (out.ndim - len(spec))
             out = jax.sharding.reshard(
@@ -74,7 +68,7 @@ def reduce_bags(
         segments = pad_examples(owners, segment_ids, -1), num_segments
         out = _segment_bags(owners, rows, skip, weights, segments, combiner)
         if combiner == "none":
-            out = remove_padding(out, segment_ids.size)
+            out = remove_padding(out, count)
     return out
 
 
@@ -108,15 +102,11 @@ def sum_bags(
 
 
 def pad_examples(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
-    """`[n]`, or `[..., L]` as `[B, L]`, padded to a multiple of the devices."""
-    lead = math.prod(x.shape[:-1]) if x.ndim > 1 else x.size
-    padding = -lead % owners.devices
-    if padding or x.ndim > 2:
-        x = replicate(x)
-    x = x.reshape(lead, *x.shape[-1:]) if x.ndim > 1 else x
+    """`[n]` or `[B, L]`, padded to a multiple of the devices."""
+    padding = -x.shape[0] % owners.devices
     if padding:
         widths = [(0, padding), *((0, 0) for _ in x.shape[1:])]
-        x = jnp.pad(x, widths, constant_values=value)
+        x = jnp.pad(replicate(x), widths, constant_values=value)
     batch = owners.sharding(owners.batch_spec)
     return jax.sharding.reshard(x, batch) if owners.is_explicit else x
 
@@ -127,7 +117,7 @@ def remove_padding(x: jax.Array, count: int) -> jax.Array:
 
 
 def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
-    """`[B, ...]` of rows `[B, L, ...]`; each device reduces its own bags."""
+    """The bags of rows `[B, L, ...]`; each device reduces its own."""
 
     def body(rows, skip, *weights):
         return _reduce(indexing.merge_axes(rows, 2), skip, weights, combiner)
@@ -136,8 +126,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
     if not skip.size:
         return body(*args)
     spec = owners.batch_spec
-    out = owners.shard_map(body, *args, in_specs=(spec,) * len(args), out_specs=spec)
-    return out.reshape(skip.size, *rows.shape[2:]) if combiner == "none" else out
+    return owners.shard_map(body, *args, in_specs=(spec,) * len(args), out_specs=spec)
 
 
 def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.Array:
