@@ -203,24 +203,21 @@ def read_array(
 # ------------------------------------------------------------------ JSON
 
 
-def check_json(value: Any, schema: Any, where: str = "") -> None:
+def check_json(value: Any, schema: Any, where: str) -> None:
     """Raises a ValueError unless parsed JSON is as a schema says.
 
     Args:
       value: from `json.loads`.
       schema: `int` for integers from 0 to 2^63 - 1; another type for its values;
-        `object` for anything; None for null; a set of the accepted strings; a tuple of
-        alternatives; a list of one schema for a list; a dict of schemas by key for a
-        dict. In a dict, a key that ends with "?" may be missing, and "*" is any other
-        key; without "*" other keys are ignored.
+        `object` for anything; a list of one schema for a list; a dict of schemas by key
+        for a dict. In a dict, a key that ends with "?" may be missing, and "*" is any
+        other key; without "*" other keys are ignored.
       where: the place of the value, for messages.
     """
-    if isinstance(schema, tuple):
-        if not any(_has_form(value, one) for one in schema):
-            raise _unexpected(value, where)
-        schema = next(one for one in schema if _has_form(value, one))
     if not _has_form(value, schema):
-        raise _unexpected(value, where)
+        is_short = isinstance(value, (int, float, str))
+        shown = repr(value)[:40] if is_short else f"a {type(value).__name__}"
+        raise ValueError(f"{where} has an unexpected value, {shown}")
     if isinstance(schema, list):
         for place, item in enumerate(value):
             check_json(item, schema[0], f"{where}[{place}]")
@@ -238,18 +235,8 @@ def check_json(value: Any, schema: Any, where: str = "") -> None:
 
 def _has_form(value: Any, schema: Any) -> bool:
     """Returns True if a value is as a schema says, apart from its items."""
-    if schema is None:
-        return value is None
     if isinstance(schema, (list, dict)):
         return isinstance(value, type(schema))
-    if isinstance(schema, set):
-        return isinstance(value, str) and value in schema
     if schema is int:  # type(True) is bool
         return type(value) is int and 0 <= value < 1 << 63
     return isinstance(value, schema)
-
-
-def _unexpected(value: Any, where: str) -> ValueError:
-    is_short = isinstance(value, (int, float, str))
-    shown = repr(value)[:40] if is_short else f"a {type(value).__name__}"
-    return ValueError(f"{where or 'it'} has an unexpected value, {shown}")

@@ -8,25 +8,32 @@ from sparsejax.store._format import check_json
 SCHEMA = {
     "n": int,
     "on?": bool,
-    "kind": {"a", "b"},
-    "rows": (None, {"height": int}),
+    "kind": str,
+    "rows": {"height": int},
     "sizes": [int],
-    "more": {"*": (int, str)},
+    "more": {"*": str},
+    "value?": object,
 }
-GOOD = {"n": 3, "kind": "a", "rows": None, "sizes": [], "more": {}, "unknown": None}
+GOOD = {
+    "n": 3,
+    "kind": "a",
+    "rows": {"height": 0},
+    "sizes": [],
+    "more": {},
+    "unknown": None,
+}
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         ({}, None),
-        ({"on": True, "rows": {"height": 0}, "sizes": [1], "more": {"x": "y"}}, None),
+        ({"on": True, "value": None, "sizes": [1], "more": {"x": "y"}}, None),
         ({"n": True}, "n'. has an unexpected value, True"),
         ({"n": -1}, "unexpected value, -1"),
         ({"n": 1 << 63}, "unexpected value, 9223372036854775808"),
         ({"n": 3.0}, "unexpected value, 3.0"),
         ({"on": 1}, "on'. has an unexpected value, 1"),
-        ({"kind": "c"}, "unexpected value, 'c'"),
         ({"kind": ["a"]}, "unexpected value, a list"),
         ({"rows": {}}, r"header\['rows'\]\['height'\] is missing"),
         ({"rows": []}, "unexpected value, a list"),
