@@ -124,7 +124,7 @@ def export(
     header = {
         "since": since,
         "version": history.version,
-        "branches": history.branches(),
+        "branches": history.branches,
         "state": state,
         "tables": descriptions,
     }

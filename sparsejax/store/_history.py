@@ -22,7 +22,8 @@ import numpy as np
 from sparsejax.store import _memory
 
 
-# The schema of `History.description`, for `check_json`.
+# The schema of `History.description`, for `check_json`; `start` is the version before
+# the first one of a branch.
 BRANCHES = [{"name": str, "start": int}]
 SAVED = {"version": int, "known_since": int, "branches": BRANCHES}
 
@@ -37,7 +38,7 @@ class History:
     def __init__(self):
         self.version = 0
         self.known_since = 0  # the changes since this version are known, not before
-        self._branches: list[tuple[str, int]] = []  # names, and the version before each
+        self.branches: list[dict[str, Any]] = []  # as in the header of a file
         self._process: int | None = None  # the one that began the last branch
         self._is_joined = False
 
@@ -46,8 +47,8 @@ class History:
         if not self._is_joined:
             if self._process != os.getpid():  # a forked child has a branch of its own
                 self._process = os.getpid()
-                branch = secrets.token_hex(8), self.version
-                self._branches = [*self._branches[1 - _MAX_BRANCHES :], branch]
+                branch = {"name": secrets.token_hex(8), "start": self.version}
+                self.branches = [*self.branches[1 - _MAX_BRANCHES :], branch]
             self.version += 1
         return self.version
 
@@ -65,49 +66,42 @@ class History:
         """Begins anew: any row may have changed, before the version that begins."""
         self._process = None
         self.known_since = self.advance()
-        self._branches = self._branches[-1:]
+        self.branches = self.branches[-1:]
 
     def follow(self, description: dict[str, Any]) -> None:
         """Takes over the version and the branches of a file."""
         self.version = description["version"]
         self.known_since = description.get("known_since", self.known_since)
-        branches = description["branches"]
-        self._branches = [(branch["name"], branch["start"]) for branch in branches]
+        self.branches = description["branches"]
         self._process = None
-
-    def branches(self) -> list[dict[str, Any]]:
-        """The branches, for the header of a file."""
-        return [{"name": name, "start": start} for name, start in self._branches]
 
     def description(self) -> dict[str, Any]:
         """The part about versions in the header of a saved store, see `SAVED`."""
         return {
             "version": self.version,
             "known_since": self.known_since,
-            "branches": self.branches(),
+            "branches": self.branches,
         }
 
     def has_passed(self, branches: Sequence[dict[str, Any]], version: int) -> bool:
         """Returns True if the store had this version, of a file with these branches."""
-        theirs = [(branch["name"], branch["start"]) for branch in branches]
-        return version <= self.version and _is_same(self._branches, theirs, version)
+        return version <= self.version and _is_same(self.branches, branches, version)
 
     def is_passed_by(self, branches: Sequence[dict[str, Any]], version: int) -> bool:
         """Returns True if a store with these branches and version had this one."""
-        theirs = [(branch["name"], branch["start"]) for branch in branches]
         return self.version <= version and _is_same(
-            self._branches, theirs, self.version
+            self.branches, branches, self.version
         )
 
 
 def _is_same(
-    ours: Sequence[tuple[str, int]], theirs: Sequence[tuple[str, int]], version: int
+    ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]], version: int
 ) -> bool:
     """Returns True if both made this version on the same branch."""
     if not version:
         return True  # nothing had changed
     names = [
-        next((name for name, start in reversed(branches) if start < version), None)
+        next((x["name"] for x in reversed(branches) if x["start"] < version), None)
         for branches in (ours, theirs)
     ]
     return names[0] is not None and names[0] == names[1]

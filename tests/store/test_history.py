@@ -28,13 +28,13 @@ def test_the_same_number_on_another_branch_is_another_version():
     for _ in range(3):
         history.advance()
     one, other = follower_of(history), follower_of(history)
-    assert one.is_passed_by(history.branches(), 3)
+    assert one.is_passed_by(history.branches, 3)
     for each in (history, one, other):
         each.advance()
-    assert history.has_passed(one.branches(), 3)  # where they parted
-    assert not history.has_passed(one.branches(), 4)
-    assert not one.is_passed_by(other.branches(), 4)
-    assert History().is_passed_by(one.branches(), 4)  # nothing had changed
+    assert history.has_passed(one.branches, 3)  # where they parted
+    assert not history.has_passed(one.branches, 4)
+    assert not one.is_passed_by(other.branches, 4)
+    assert History().is_passed_by(one.branches, 4)  # nothing had changed
 
 
 def test_a_forked_child_has_a_branch_of_its_own(monkeypatch):
@@ -43,8 +43,8 @@ def test_a_forked_child_has_a_branch_of_its_own(monkeypatch):
     parent = follower_of(history)
     monkeypatch.setattr(os, "getpid", lambda: -1)
     history.advance()
-    assert len(history.branches()) == 2 and history.branches()[1]["start"] == 1
-    assert history.has_passed(parent.branches(), 1)
+    assert len(history.branches) == 2 and history.branches[1]["start"] == 1
+    assert history.has_passed(parent.branches, 1)
 
 
 def test_branches_are_bounded():
@@ -54,9 +54,9 @@ def test_branches_are_bounded():
     for _ in range(100):
         history = follower_of(history)
         history.advance()
-    assert len(history.branches()) == 64 and history.version == 101
-    assert not first.is_passed_by(history.branches(), history.version)  # forgotten
-    assert follower_of(history).has_passed(history.branches(), 101)
+    assert len(history.branches) == 64 and history.version == 101
+    assert not first.is_passed_by(history.branches, history.version)  # forgotten
+    assert follower_of(history).has_passed(history.branches, 101)
 
 
 @pytest.mark.parametrize("height", [0, 1, 40, 1000])
