@@ -200,7 +200,10 @@ class TableKeys:
         """Sets the result of `sightings`, and the row at which victims are searched."""
         self._sightings.forget()
         self._cursor[:] = 0
-        self._sightings.restore(arrays[::2], arrays[1::2])
+        limit = self._seen.shape[1]
+        for k, (keys, counts) in enumerate(zip(arrays[::2], arrays[1::2])):
+            self._seen[k, : keys.size] = keys[:limit]
+            self._seen_counts[k, : keys.size] = counts[:limit]
         self._cursor[_HAND] = hand % max(self.height, 1)
         self._sightings = _Sightings(self._seen, self._seen_counts, self._cursor)
 
@@ -376,11 +379,6 @@ class _Sightings:
         """The keys of each generation and their counts, the younger one first."""
         return [generation.contents() for generation in self._by_age()]
 
-    def restore(self, keys: Sequence[np.ndarray], counts: Sequence[np.ndarray]) -> None:
-        """Sets the result of `contents`; there are no sightings yet."""
-        for generation, *pair in zip(self._by_age(), keys, counts):
-            generation.restore(*pair)
-
 
 class _Generation:
     """Counts of keys.
@@ -417,10 +415,6 @@ class _Generation:
 
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
         return self._keys[: self.size], self._counts[: self.size]
-
-    def restore(self, keys: np.ndarray, counts: np.ndarray) -> None:
-        for mine, values in [(self._keys, keys), (self._counts, counts)]:
-            mine[: values.size] = values[: mine.size]
 
 
 def sizes(description: dict[str, Any]) -> list[int]:
