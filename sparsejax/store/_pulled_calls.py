@@ -86,10 +86,6 @@ class Part(NamedTuple):
     arrays: list[Any]
     static: Static
 
-    def join(self) -> Any:
-        """The argument."""
-        return self.static.join(self.arrays)
-
 
 def split(call: str, tree: Any) -> Part:
     """The arrays of a tree, and the rest of it, which is hashable.
