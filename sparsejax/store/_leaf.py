@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import indexing, merge
+from sparsejax._rows import indexing, is_selected_rows, merge
 from sparsejax.transform.interpreter import RuleContext, Site, register_rule
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.rules.bag_sum import bag_sum_rule
@@ -248,7 +248,8 @@ def tables_of(tree: Any) -> list[Any]:
 
 def put_tables(tree: Any, values: Sequence[Any]) -> Any:
     """The tree with `values` in place of its tables, in the order of `tables_of`."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_table)
+    is_leaf = lambda x: is_table(x) or is_selected_rows(x)
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     found = iter(values)
     return structure.unflatten(next(found) if is_table(x) else x for x in leaves)
 

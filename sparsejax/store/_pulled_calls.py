@@ -27,7 +27,6 @@ from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.store._leaf import (
     CachedRows,
     ListedTable,
-    is_table,
     put_tables,
     tables_of,
     view_of_rows,
@@ -493,14 +492,6 @@ def _of_slots(grad: SelectedRows, rows: SelectedRows) -> SelectedRows:
     zeros = jnp.zeros(rows.values.shape, wide)
     sums = indexing.add_rows(zeros, grad.safe_rows(), grad.values.astype(wide))
     return SelectedRows(rows.rows, sums.astype(grad.dtype), rows.height)
-
-
-def put_gradients(tree: Any, found: Sequence[Any]) -> Any:
-    """A gradient with these in place of its tables, in order."""
-    is_leaf = lambda x: is_table(x) or is_selected_rows(x)
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-    rest = iter(found)
-    return structure.unflatten(next(rest) if is_table(x) else x for x in leaves)
 
 
 @functools.partial(

@@ -25,7 +25,7 @@ from sparsejax.store._changes import Changes
 from sparsejax.store._history import History
 from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue, check_ahead
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
-from sparsejax.store._leaf import StoredTable
+from sparsejax.store._leaf import StoredTable, put_tables
 from sparsejax.store._make import make_table, own_path
 from sparsejax.store._mesh import Devices, of_all_processes
 from sparsejax.store._requested_rows import (
@@ -742,7 +742,7 @@ class KVStore:
             value, grads, found = _pulled_calls.gradient(
                 call, fun, numbers, has_aux, tables, rows, args, kw
             )
-            return value, _pulled_calls.put_gradients(grads, [g for _, g in found])
+            return value, put_tables(grads, [g for _, g in found])
 
         return self._on_pulled_rows(call, fun, body, slots)
 

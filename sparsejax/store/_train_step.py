@@ -16,7 +16,7 @@ from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim import global_norm
 from sparsejax.store._in_flight import OtherThread
-from sparsejax.store._leaf import CachedRows, tables_of
+from sparsejax.store._leaf import CachedRows, put_tables, tables_of
 from sparsejax.store._pulled_calls import (
     Capacities,
     Part,
@@ -25,7 +25,6 @@ from sparsejax.store._pulled_calls import (
     Rows,
     gradient,
     jitted,
-    put_gradients,
     spec_of,
     split,
 )
@@ -134,7 +133,7 @@ class RowsStep:
                 by_table.setdefault(name, []).append(grad)
         # The gradients of a table have the same rows.
         by_table = {name: _sum(parts) for name, parts in by_table.items()}
-        grads = put_gradients(grads, places)
+        grads = put_tables(grads, places)
         if self._clip_norm is not None:
             by_table, grads = _clip((by_table, grads), self._clip_norm)
         updates, opt_state = self._tx.update(grads, opt_state, params)
