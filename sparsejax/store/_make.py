@@ -92,7 +92,7 @@ def make_table(
     optimizer = None if tx is None else Optimizer(tx, shape, dtype)
     initial = {} if array is None else {0: array}
     if optimizer is not None:
-        rest = optimizer.init_rest(np.zeros((1, *shape[1:]), dtype))
+        _, rest = optimizer.init(np.zeros((1, *shape[1:]), dtype))
         start = len(arrays_of(shape, dtype, optimizer, False)) - len(rest)
         initial |= dict(enumerate(rest, start))
     keyed = keys is not None

@@ -74,17 +74,11 @@ class Optimizer:
         self.by_row = tuple(owner is not None for owner in following.owners)
         self._layout = _Layout(tree, self.by_row)
 
-    def init_rows(self, weights: np.ndarray) -> list[np.ndarray]:
-        """The leaves of `tx.init(weights)` that have rows."""
+    def init(self, weights: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The leaves of `tx.init(weights)` that have rows, and the other ones."""
         with on_host():
-            by_row, _ = self._programs.init(self._layout, weights)
-        return [np.asarray(x) for x in by_row]
-
-    def init_rest(self, weights: np.ndarray) -> list[np.ndarray]:
-        """The other leaves of `tx.init(weights)`: counts, hyperparameters."""
-        with on_host():
-            _, rest = self._programs.init(self._layout, weights)
-        return [np.asarray(x) for x in rest]
+            state = self._programs.init(self._layout, weights)
+        return jax.tree.map(np.asarray, state)
 
     def update(
         self,

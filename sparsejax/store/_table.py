@@ -148,7 +148,7 @@ class Table:
         if optimizer is not None:
             rng = np.random.default_rng(0)
             weights = rng.standard_normal((MIN_CAPACITY, *shape[1:]))
-            leaves = optimizer.init_rows(weights.astype(self.dtype))
+            leaves, _ = optimizer.init(weights.astype(self.dtype))
             self._is_zero = [not x.any() for x in leaves]
 
     def stats(self) -> TableStats:
@@ -370,7 +370,7 @@ class Table:
                 padded = np.empty(shape, self.dtype)
                 padded[: block.size] = weights
                 padded[block.size :] = 0
-                leaves = self.optimizer.init_rows(padded)
+                leaves, _ = self.optimizer.init(padded)
                 for column, new, is_zero in zip(self.by_row, leaves, self._is_zero):
                     if not is_zero:
                         put_rows(column, block, new[: block.size])

@@ -104,7 +104,7 @@ def test_a_mask_by_shape_is_of_the_whole_table(lift):
     tx = optax.masked(optax.sgd(1.0, momentum=0.9), is_whole)
     optimizer = Optimizer(lift(tx), (V, D), np.float32)
     rows = np.ones((8, D), np.float32)
-    trace = optimizer.init_rows(rows)
+    trace, _ = optimizer.init(rows)
     assert optimizer.by_row == (True,)
     positions, values = np.zeros(1, np.int32), np.ones((1, D), np.float32)
     weights, _, _ = optimizer.update(rows, trace, [], 1, positions, values)
