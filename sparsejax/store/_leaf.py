@@ -125,7 +125,7 @@ class StoredTable(_TreeTable):
         return id(self.store), self.name
 
     def __repr__(self) -> str:
-        return f"StoredTable({self.name!r}, {_arguments.show_spec(_spec(self))})"
+        return f"StoredTable({self.name!r}, {_arguments.show_spec(self)})"
 
     # A copy of a model reads the same table.
     def __copy__(self) -> StoredTable:
@@ -226,14 +226,10 @@ class CachedRows(_TreeTable):
         return self.stored.ndim
 
     def __repr__(self) -> str:
-        return f"CachedRows({self.name!r}, {_arguments.show_spec(_spec(self))})"
+        return f"CachedRows({self.name!r}, {_arguments.show_spec(self)})"
 
 
 Table = StoredTable | CachedRows
-
-
-def _spec(table: Table) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(table.shape, table.dtype)
 
 
 def is_table(x: Any) -> bool:

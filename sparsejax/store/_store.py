@@ -151,8 +151,7 @@ class KVStore:
 
     def __repr__(self) -> str:
         tables = (
-            f"{name}: {_arguments.show_spec(_spec(table))}"
-            for name, table in self._tables.items()
+            f"{name}: {_arguments.show_spec(self.spec(name))}" for name in self._tables
         )
         return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
 
@@ -257,7 +256,8 @@ class KVStore:
           >>> store.spec("words")
           ShapeDtypeStruct(shape=(1000, 2), dtype=float32)
         """
-        return _spec(self._table(f"{_CALL}.spec", name))
+        table = self._table(f"{_CALL}.spec", name)
+        return jax.ShapeDtypeStruct(table.whole_shape, table.dtype)
 
     def is_trainable(self, name: str) -> bool:
         """Returns True if a table was made with an optimizer, so that `push` works.
@@ -1344,10 +1344,6 @@ def _slots_given(call: str, capacity: Any) -> Slots:
 def table_of(call: str, store: KVStore, name: Any) -> Table:
     """A table of a store, for `CachedTable`."""
     return store._table(call, name)
-
-
-def _spec(table: Table) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(table.whole_shape, table.dtype)
 
 
 # ------------------------------------------------------------------ reading
