@@ -19,7 +19,7 @@ from sparsejax.optim._lazy import state_leaves, trees
 from sparsejax.store._in_flight import ReadAhead, check_ahead
 from sparsejax.store._leaf import CachedRows
 from sparsejax.store._staging import Staging
-from sparsejax.store._store import KVStore, table_of
+from sparsejax.store._store import KVStore
 
 
 Batch = TypeVar("Batch")
@@ -192,7 +192,7 @@ class CachedTable:
             raise _arguments.wrong_type(
                 _CALL, "store", "a sparsejax.store.KVStore", _arguments.kind_of(store)
             )
-        table = table_of(_CALL, store, name)
+        table = store._table(_CALL, name)
         if table.owners.count > 1:
             raise ValueError(
                 f"{_CALL}: table {name!r} is sharded over {table.owners.count} "

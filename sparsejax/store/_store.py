@@ -1341,11 +1341,6 @@ def _slots_given(call: str, capacity: Any) -> Slots:
     return slots
 
 
-def table_of(call: str, store: KVStore, name: Any) -> Table:
-    """A table of a store, for `CachedTable`."""
-    return store._table(call, name)
-
-
 # ------------------------------------------------------------------ reading
 
 

@@ -13,7 +13,6 @@ import pytest
 import sparsejax as sj
 from helpers import assert_same_bits, run_python
 from sparsejax.store import _in_flight
-from sparsejax.store._store import table_of
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -199,7 +198,7 @@ def test_a_batch_that_fails_leaves_no_rows_in_flight():
     ids_of = lambda batch: {"a": [1, 2], "b": [V]}  # read in this order
     with pytest.raises(ValueError, match="out of range"):
         next(store.prefetch([0], ids_of, mode="error"))
-    tables = [table_of("", store, name) for name in ("a", "b")]
+    tables = [store._table("", name) for name in ("a", "b")]
     assert not any(table.in_flight for table in tables)
 
 
