@@ -36,7 +36,7 @@ from sparsejax.store._requested_rows import (
     slots_of,
 )
 from sparsejax.store._table import Table, TableStats, closed
-from sparsejax.store._train_step import Access, TrainStep
+from sparsejax.store._train_step import TrainStep
 from sparsejax.transform.trace import check_fun
 
 
@@ -816,8 +816,7 @@ class KVStore:
         call = f"{_CALL}.train_step"
         self._check_open(call)
         self._capacities(call, capacity)
-        access = Access(self, self._pull_tables, self._prefetch)
-        return TrainStep(access, fun, tx, has_aux, capacity, tables, donate)
+        return TrainStep(self, fun, tx, has_aux, capacity, tables, donate)
 
     def _on_pulled_rows(
         self,

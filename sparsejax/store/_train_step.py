@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,10 @@ from sparsejax.store._requested_rows import distinct_rows
 from sparsejax.transform.trace import check_fun
 
 
+if TYPE_CHECKING:
+    from sparsejax.store._store import KVStore
+
 _CALL = "sparsejax.store.KVStore.train_step"
-
-
-class Access(NamedTuple):
-    """What a store lets the functions of this file do.
-
-    Args:
-      store: the store.
-      pull: `(call, {name: ids}, slots) -> rows`, see `KVStore.value_and_grad`.
-      prefetch: the same for an iterable of batches.
-    """
-
-    store: Any
-    pull: Callable[..., Rows]
-    prefetch: Callable[..., Generator[Any]]
 
 
 class RowsStep:
@@ -162,7 +151,7 @@ class TrainStep:
     - `compilations`: the number of times that the step was compiled.
 
     Args:
-      access: what the step may do with the store.
+      store: the store of the tables.
       fun, tx, has_aux, capacity, tables, donate: as in `KVStore.train_step`.
 
     Raises:
@@ -190,7 +179,7 @@ class TrainStep:
 
     def __init__(
         self,
-        access: Access,
+        store: KVStore,
         fun: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         has_aux: bool,
@@ -207,11 +196,11 @@ class TrainStep:
                 _arguments.kind_of(tx),
             )
         donate = _arguments.check_bool(_CALL, "donate", donate)
-        self._access = access
-        self._ids = RowIds(_CALL, access.store, fun)
+        self._store = store
+        self._ids = RowIds(_CALL, store, fun)
         self._capacities = Capacities(capacity)
         self._step = RowsStep(
-            _CALL, access.store, fun, tx, has_aux=has_aux, tables=tables, donate=donate
+            _CALL, store, fun, tx, has_aux=has_aux, tables=tables, donate=donate
         )
 
     @property
@@ -321,7 +310,7 @@ class TrainStep:
         for name, cache in caches.items():
             of_cache = lambda ahead, name=name: ahead.cached.get(name, _NO_ROWS)
             found = cache.prefetch(found, of_cache, depth=depth)
-        pulled = self._access.prefetch(
+        pulled = self._store._prefetch(
             _CALL, found, lambda ahead: ahead.ids, depth, lambda ahead: ahead.slots
         )
         return _with_cached(pulled)
@@ -334,7 +323,7 @@ class TrainStep:
         """The rows of a batch: pulled, or of a cache their ids."""
         caches = {table.name: table.cache for table in _caches(params)}
         ids, cached, slots = self._split_ids(program, caches, first, rest)
-        return {**self._access.pull(_CALL, ids, slots), **cached}
+        return {**self._store._pull_tables(_CALL, ids, slots), **cached}
 
     def _split_ids(
         self, program: Program, caches: Mapping[str, Any], first: Part, rest: Part
@@ -343,7 +332,7 @@ class TrainStep:
         ids, slots = self._ids.of(program, first, rest), self._slots(program)
         cached = {}
         for name in caches.keys() & ids.keys():
-            height = self._access.store.spec(name).shape[0]
+            height = self._store.spec(name).shape[0]
             rows = distinct_rows(_CALL, name, ids.pop(name), height, "drop")
             padded = np.full(slots(name, rows.size, height), height, rows.dtype)
             padded[: rows.size] = rows
