@@ -79,6 +79,12 @@ def lock(file: BinaryIO) -> bool:
     return True
 
 
+def unlock(file: io.IOBase) -> None:
+    """Ends the lock of a file, also for other processes that have it open."""
+    if fcntl is not None:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
 def is_at(file: io.IOBase | BinaryIO, path: str | os.PathLike[str]) -> bool:
     """Returns True if an open file is the one at `path`, not removed or replaced."""
     try:

@@ -17,13 +17,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sparsejax.store import _format
-from sparsejax.store._exclusive import create, is_at, lock
-
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: files are not locked
-    fcntl: Any = None
+from sparsejax.store._exclusive import create, is_at, lock, unlock
 
 
 MAGIC = b"sparsejax table 2\n"
@@ -168,8 +162,8 @@ class MappedFile:
         del self._map  # unmapped when the last view of it is gone
         # Unlocked explicitly, since a forked child may have the file open for longer.
         # The child itself must not unlock it, since the lock is its parent's.
-        if fcntl is not None and self._process == os.getpid():
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+        if self._process == os.getpid():
+            unlock(self._file)
         self._file.close()
 
 
