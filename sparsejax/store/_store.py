@@ -46,7 +46,6 @@ T = TypeVar("T")
 Slots = Callable[[str, int, int], int]
 
 _CALL = "sparsejax.store.KVStore"
-_EXACT: Any = object()  # a capacity: as many slots as distinct rows
 
 
 class KVStore:
@@ -477,8 +476,9 @@ class KVStore:
             message has the number). With several processes, all of them raise it.
         """
         call = f"{_CALL}.pull"
+        slots = _slots_given(call, capacity)
         if not isinstance(name, Mapping):
-            return self._pull(call, name, ids, capacity, mode)
+            return self._pull(call, name, ids, slots, mode)
         if ids is not None:
             raise _arguments.wrong_type(
                 call, "ids", "left out for a dict of ids", _arguments.kind_of(ids)
@@ -486,7 +486,7 @@ class KVStore:
         if isinstance(capacity, Mapping):
             for each in capacity:
                 self._table(call, each)  # an unknown name would have no effect
-        return self._pull_tables(call, name, _slots_given(call, capacity), mode)
+        return self._pull_tables(call, name, slots, mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
@@ -494,7 +494,8 @@ class KVStore:
         The number of slots is the number of distinct rows. It is part of the result's
         shape, so a jitted step is compiled again for each new number.
         """
-        return self._pull(f"{_CALL}.row_sparse_pull", name, row_ids, _EXACT, "error")
+        slots = lambda name, count, height: count
+        return self._pull(f"{_CALL}.row_sparse_pull", name, row_ids, slots, "error")
 
     def push(self, name: str, grads: PyTree) -> None:
         """One step of the optimizer with a gradient.
@@ -1219,10 +1220,9 @@ class KVStore:
     # -- private ----------------------------------------------------------------------
 
     def _pull(
-        self, call: str, name: Any, ids: Any, capacity: Any, mode: str
+        self, call: str, name: Any, ids: Any, slots: Slots, mode: str
     ) -> SelectedRows:
         self._table(call, name)
-        slots = _slots_given(call, capacity)
         return self._pull_tables(call, {name: ids}, slots, mode)[name]
 
     def _pull_tables(
@@ -1331,8 +1331,6 @@ def _slots_given(call: str, capacity: Any) -> Slots:
     """The slots of `pull` and `prefetch`: given, or the next power of two."""
 
     def slots(name, count, height):
-        if capacity is _EXACT:
-            return count
         by_name = isinstance(capacity, Mapping)
         given = capacity.get(name) if by_name else capacity
         return capacity_for(call, name, count, height, given)
