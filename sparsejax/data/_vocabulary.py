@@ -164,25 +164,13 @@ class Vocabulary:
                         name = found[place]
                         where = table.describe(name)
                         part.add(_arrow.as_column(call, batch[name], where))
-        counted = [part.total() for part in counts]
-        return cls._of_groups(groups or [], counted, names, limits)
-
-    @classmethod
-    def _of_groups(
-        cls,
-        groups: Sequence[Sequence[int]],
-        counted: Sequence[tuple[Any, np.ndarray, bool]],
-        names: Sequence[str],
-        limits: Sequence[tuple[int, int | None]],
-    ) -> Vocabulary:
-        """Makes a vocabulary from the words and counts of each group of columns."""
-        found: dict[int, Any] = {}
-        for group, limit, own in zip(groups, limits, counted, strict=True):
-            words, counts, is_integer = own
-            ranked = _ranked(words, counts, *limit)
-            found.update((column, (*ranked, is_integer)) for column in group)
-        own = [found[column] for column in sorted(found)]
-        words, ids, frequencies, integers = ([x[k] for x in own] for k in range(4))
+        kept: dict[int, Any] = {}
+        for group, limit, part in zip(groups or [], limits, counts, strict=True):
+            words, totals, is_integer = part.total()
+            ranked = _ranked(words, totals, *limit)
+            kept.update((place, (*ranked, is_integer)) for place in group)
+        ordered = [kept[place] for place in sorted(kept)]
+        words, ids, frequencies, integers = ([x[k] for x in ordered] for k in range(4))
         return cls(words, ids, names, frequencies, integers)
 
     def __eq__(self, other: Any) -> bool:
