@@ -33,7 +33,7 @@ from sparsejax.store._make import own_path
 
 T = TypeVar("T")
 
-_STAMP_WORDS = 2  # uint32, since JAX gathers no 64 bits by default
+_STAMP_BYTES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +81,8 @@ def save(
     """
     own, following = _paths(processes, call, path)
     settle(processes, call, path)
-    words = np.frombuffer(secrets.token_bytes(4 * _STAMP_WORDS), np.uint32)
-    stamp = _text(processes.gather(words)[0])
+    random = np.frombuffer(secrets.token_bytes(_STAMP_BYTES), np.uint8)
+    stamp = processes.gather(random)[0].tobytes().hex()
     processes.run(call, lambda: write(following, stamp))
     os.replace(following, own)
 
@@ -95,7 +95,7 @@ def settle(processes: Processes, call: str, path: Any) -> bool:
     """
     own, following = _paths(processes, call, path)
     here = np.stack([_stamp_in(call, own), _stamp_in(call, following)])
-    stamps = processes.gather(here)  # [P, 2, words]
+    stamps = processes.gather(here)  # [P, 2, bytes]
     chosen = _common(stamps)
     if chosen is None:
         return False
@@ -145,12 +145,8 @@ def _paths(processes: Processes, call: str, path: Any) -> tuple[str, str]:
 def _stamp_in(call: str, path: str) -> np.ndarray:
     """The stamp of a file; zeros if there is no whole file."""
     try:
-        words = bytes.fromhex(_saving.stamp_in(call, path) or "")
+        stamp = bytes.fromhex(_saving.stamp_in(call, path) or "")
     except (OSError, ValueError):
-        words = b""
-    none = bytes(4 * _STAMP_WORDS)
-    return np.frombuffer(words if len(words) == len(none) else none, np.uint32)
-
-
-def _text(words: np.ndarray) -> str:
-    return np.ascontiguousarray(words).tobytes().hex()
+        stamp = b""
+    none = bytes(_STAMP_BYTES)
+    return np.frombuffer(stamp if len(stamp) == len(none) else none, np.uint8)
