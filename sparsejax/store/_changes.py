@@ -17,10 +17,9 @@ since version 0 has all rows that are not as `init` makes them: it may replace w
 a follower has.
 """
 
-import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -28,7 +27,7 @@ import numpy as np
 from sparsejax._files import as_path, replacing
 from sparsejax.store import _format, _history
 from sparsejax.store._history import History
-from sparsejax.store._saving import check_target
+from sparsejax.store._saving import check_target, marked_as_loading
 from sparsejax.store._table import CHUNK, Table
 
 
@@ -226,7 +225,7 @@ def apply(
             raise _damaged(path, name, "a key has several rows")
     for name, part in parts.items():
         tables[name].touch(part.rows[part.is_touched])  # which a usable table allows
-    with _marked_as_loading(tables), history.one_change():
+    with marked_as_loading(tables), history.one_change():
         found = {name: _apply_part(tables[name], part) for name, part in parts.items()}
         history.follow(header)
         for name, part in parts.items():
@@ -236,17 +235,6 @@ def apply(
         if replaces:
             history.known_since = history.version
     return found
-
-
-@contextlib.contextmanager
-def _marked_as_loading(tables: Mapping[str, Table]) -> Iterator[None]:
-    """A kill or an error within it leaves tables that are marked as half loaded."""
-    for table in tables.values():
-        table.set_loading(True)
-    yield
-    for table in tables.values():
-        table.memory.flush()
-        table.set_loading(False)
 
 
 def _apply_part(table: Table, part: _Part) -> Changes:

@@ -16,6 +16,7 @@ Untouched rows take no space: the key in the description makes them again. Each 
 has a checksum.
 """
 
+import contextlib
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -183,35 +184,42 @@ def load(
             done += rows
             report(done, total)
 
-        for table in tables.values():
-            table.set_loading(True)
-        for name, description in found.items():
-            table = tables[name]
-            contents = _contents(path, file, table, description)
-            rest, ids = next(contents)
-            table.flushed_step = description.get("step")
-            table.reset(description["key"])
-            # Marked before they are written, so that the next load resets them.
-            table.touched[ids] = 1
-            table.describe_as(table.key, given=description["given"])
-            for leaf, new in zip(table.rest, rest):
-                leaf[...] = new
-            for column, rows, values in contents:
-                if column is _KEYS:
-                    assert table.keys is not None
-                    table.keys.restore(description["keys"], values)
-                elif column is _CHANGED:
-                    table.changed_at.mark(rows, values)
-                else:
-                    put_rows(column, rows, values)
-                    advance(rows.size)
-        for table in tables.values():
-            table.memory.flush()
-            table.set_loading(False)
+        with marked_as_loading(tables):
+            for name, description in found.items():
+                table = tables[name]
+                contents = _contents(path, file, table, description)
+                rest, ids = next(contents)
+                table.flushed_step = description.get("step")
+                table.reset(description["key"])
+                # Marked before they are written, so that the next load resets them.
+                table.touched[ids] = 1
+                table.describe_as(table.key, given=description["given"])
+                for leaf, new in zip(table.rest, rest):
+                    leaf[...] = new
+                for column, rows, values in contents:
+                    if column is _KEYS:
+                        assert table.keys is not None
+                        table.keys.restore(description["keys"], values)
+                    elif column is _CHANGED:
+                        table.changed_at.mark(rows, values)
+                    else:
+                        put_rows(column, rows, values)
+                        advance(rows.size)
         if "history" in header:
             history.follow(header["history"])
         else:
             history.forget()
+
+
+@contextlib.contextmanager
+def marked_as_loading(tables: Mapping[str, Table]) -> Iterator[None]:
+    """A kill or an error within it leaves tables that are marked as half loaded."""
+    for table in tables.values():
+        table.set_loading(True)
+    yield
+    for table in tables.values():
+        table.memory.flush()
+        table.set_loading(False)
 
 
 def _contents(
