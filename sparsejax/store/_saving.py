@@ -178,12 +178,6 @@ def load(
         found = _checked_descriptions(path, file, header, tables)
         done = sum(_steps(description) for description in found.values())
         total = 2 * done
-
-        def advance(rows):
-            nonlocal done
-            done += rows
-            report(done, total)
-
         with marked_as_loading(tables):
             for name, description in found.items():
                 table = tables[name]
@@ -204,7 +198,8 @@ def load(
                         table.changed_at.mark(rows, values)
                     else:
                         put_rows(column, rows, values)
-                        advance(rows.size)
+                        done += rows.size
+                        report(done, total)
         if "history" in header:
             history.follow(header["history"])
         else:
