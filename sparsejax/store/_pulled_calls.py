@@ -305,26 +305,24 @@ class Capacities:
         self._given = given
         self._measured: dict[str, int] = {}
 
-    def choose(self, call: str, name: str, count: int, height: int, most: int) -> int:
-        """The slots for `count` rows of a table.
+    def slots(self, call: str, program: Program) -> Callable[[str, int, int], int]:
+        """`f(name, count, height)`: the slots for `count` distinct rows of a table.
 
-        Args:
-          call, name: for messages, the latter of the table.
-          count: the number of distinct rows of the batch.
-          height: the number of rows of the table.
-          most: the number of ids of a batch.
-
-        Raises:
-          ValueError: there are more rows than the capacity that was given.
+        It raises a ValueError for more rows than the capacity that was given.
         """
-        given: Any = self._given
-        if isinstance(given, Mapping):
-            given = given.get(name)
-        if given is not None:
-            return capacity_for(call, name, count, height, given)
-        if count > self._measured.get(name, 0) or name not in self._measured:
-            self._measured[name] = max(1, min(_some_more(count), most, height))
-        return self._measured[name]
+
+        def choose(name, count, height):
+            given: Any = self._given
+            if isinstance(given, Mapping):
+                given = given.get(name)
+            if given is not None:
+                return capacity_for(call, name, count, height, given)
+            if count > self._measured.get(name, 0) or name not in self._measured:
+                most = program.counts[name]
+                self._measured[name] = max(1, min(_some_more(count), most, height))
+            return self._measured[name]
+
+        return choose
 
 
 def _some_more(count: int) -> int:

@@ -837,9 +837,7 @@ class KVStore:
             _pulled_calls.check_no_cache(call, (args, kwargs))
             part = _pulled_calls.split(call, (args, kwargs))
             program = row_ids.program(part)
-            slots = lambda name, count, height: capacities.choose(
-                call, name, count, height, program.counts[name]
-            )
+            slots = capacities.slots(call, program)
             rows = self._pull_tables(call, row_ids.of(program, part), slots)
             return run(rows, part, nothing)
 

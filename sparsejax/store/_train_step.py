@@ -329,7 +329,8 @@ class TrainStep:
         self, program: Program, caches: Mapping[str, Any], first: Part, rest: Part
     ) -> tuple[dict[str, Any], dict[str, np.ndarray], Callable[..., int]]:
         """The ids of a batch to be pulled, the rows for caches, and the capacities."""
-        ids, slots = self._ids.of(program, first, rest), self._slots(program)
+        ids = self._ids.of(program, first, rest)
+        slots = self._capacities.slots(_CALL, program)
         cached = {}
         for name in caches.keys() & ids.keys():
             height = self._store.spec(name).shape[0]
@@ -338,12 +339,6 @@ class TrainStep:
             padded[: rows.size] = rows
             cached[name] = padded
         return ids, cached, slots
-
-    def _slots(self, program: Program) -> Callable[..., int]:
-        """`f(name, count, height) -> capacity` for a batch."""
-        return lambda name, count, height: self._capacities.choose(
-            _CALL, name, count, height, program.counts[name]
-        )
 
 
 def _check_rows(counts: Mapping[str, int], rows: Any) -> None:
