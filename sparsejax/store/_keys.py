@@ -26,7 +26,7 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._hashing import hash_words
 from sparsejax.store._key_map import KeyMap
-from sparsejax.store._requested_rows import unique_of_sorted
+from sparsejax.store._requested_rows import sorted_unique
 
 
 _MIN_WINDOW = 4096
@@ -248,7 +248,7 @@ class TableKeys:
             are not evicted.
         """
         wanted = keys.reshape(-1) if where is None else keys[where]
-        distinct = unique_of_sorted(np.sort(wanted.view(np.uint64))).view(np.int64)
+        distinct = sorted_unique(wanted.view(np.uint64)).view(np.int64)
         rows = self._map.find(distinct)
         is_new = rows < 0
         known, new = rows[~is_new], distinct[is_new]

@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sparsejax import _arguments
 from sparsejax._hashing import mix
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.store._requested_rows import bucket, check_not_traced
+from sparsejax.store._requested_rows import bucket, check_not_traced, sorted_unique
 
 
 _CHUNK = 1 << 16  # rows at a time, when all rows are gathered
@@ -136,7 +136,7 @@ class Devices:
         for some, kind in zip(own.values(), kinds):
             limits = np.iinfo(kind)  # an id that is cut to them stays out of range
             some = np.clip(some.astype(np.int64), limits.min, limits.max)
-            parts.append(np.unique(some).astype(kind))
+            parts.append(sorted_unique(some).astype(kind))
         sizes = self.gather(np.array([part.size for part in parts], np.int32))
         padded = np.zeros(bucket(int(sizes.sum(axis=1).max())), np.result_type(*kinds))
         padded[: sum(part.size for part in parts)] = np.concatenate(parts)
