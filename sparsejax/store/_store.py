@@ -1367,7 +1367,8 @@ def _hand_out(early: Future) -> list[_Pulled]:
 
 def _drop(early: Future) -> None:
     """Forgets a batch in flight; in the queue."""
-    if early.exception() is None:
+    # Done by now, but in a forked child, where the parent's worker will not read it.
+    if early.done() and early.exception() is None:
         for pulled in early.result():
             pulled.table.drop(pulled.early)
 

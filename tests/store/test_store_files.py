@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import signal
 import textwrap
+import threading
 import time
 import traceback
 from typing import Any
@@ -513,13 +514,21 @@ def test_a_mapped_file_that_is_deleted_or_replaced(tmp_path):
 
 
 @forks
-@pytest.mark.parametrize("prefetching", [False, True])
-def test_a_forked_child_does_not_give_up_the_lock(tmp_path, prefetching):
+@pytest.mark.parametrize("prefetching", ["", "read", "reading"])
+def test_a_forked_child_does_not_give_up_the_lock(tmp_path, monkeypatch, prefetching):
     path = tmp_path / "table"
     store = sj.store.KVStore()
     store.init("t", (V, D), TX, path=path)
     batches: Any = None
+    forked, read = threading.Event(), store._read_early
+
+    def read_after_the_fork(call, name, ids, *rest):
+        assert ids != [2] or forked.wait(60)
+        return read(call, name, ids, *rest)
+
     if prefetching:  # its thread is not in the child
+        if prefetching == "reading":
+            monkeypatch.setattr(store, "_read_early", read_after_the_fork)
         batches = store.prefetch([np.array([1]), np.array([2])], lambda ids: ids)
         next(batches)
 
@@ -530,6 +539,7 @@ def test_a_forked_child_does_not_give_up_the_lock(tmp_path, prefetching):
         return "closed"
 
     assert in_children(2, close) == ["closed"] * 2
+    forked.set()
     with sj.store.KVStore() as other:
         with pytest.raises(RuntimeError, match="is in use by another store"):
             other.init("t", (V, D), TX, path=path)
