@@ -124,7 +124,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
 
     args = [rows, skip, *([] if weights is None else [weights])]
     if not skip.size:
-        return body(*args)
+        return body(*map(replicate, args))
     spec = owners.batch_spec
     return owners.shard_map(body, *args, in_specs=(spec,) * len(args), out_specs=spec)
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -553,6 +554,23 @@ def test_embedding_bag(layout, combiner, weighted, kind):
         np.testing.assert_allclose(whole(g)[0], want_g[0], rtol=1e-4, atol=1e-5)
         if weighted:
             np.testing.assert_allclose(g[1], want_g[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(8, 0), (3, 0), (0, 4)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_bags_without_elements(kind, shape):
+    mesh, axis = _mesh("4", kind)
+    ids = np.zeros(shape, np.int32)
+    every = ("sum", "mean", "max", "none")
+    bags = lambda t: {c: sj.embedding_bag(t, ids, combiner=c) for c in every}
+    want = bags(jnp.asarray(_table()))
+    with jax.set_mesh(mesh):
+        table = sj.parallel.shard_rows(_table(), mesh, axis)
+        chex.assert_trees_all_equal(jax.jit(bags)(table), want)
+        total = lambda t: sum(jnp.sum(x) for x in bags(t).values())
+        grad = jax.jit(sj.grad(total, tables=True))(table)
+    np.testing.assert_array_equal(whole(grad), np.zeros_like(_table()))
 
 
 @pytest.mark.slow
