@@ -168,12 +168,9 @@ def _batch(bind, args, axes, *, spec):
     if axes[0] is not None:  # a table for each example
         one = functools.partial(xla.bag_sum, spec=spec)
         return jax.vmap(one, in_axes=tuple(axes))(*args)
-    size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
     table, *rest = args
-    rest = [
-        jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
-        for x, a in zip(rest, axes[1:])
-    ]
+    rest = indexing.batch_in_front(rest, axes[1:])
+    size = rest[0].shape[0]
     if spec.segmented:
         rest = _join_examples(*rest, num_bags=spec.num_bags, height=table.shape[0])
     rest = [indexing.merge_axes(x, 2) for x in rest]

@@ -246,16 +246,22 @@ def _padded(ids, masks, segment_ids, num_segments, table, reduce) -> jax.Array:
     return out.reshape(*lead, *table.shape[1:])
 
 
-def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
+def check_combiner(call: str, combiner: Any) -> str:
+    """Returns `combiner`; raises unless it is the name of one."""
     if combiner not in _COMBINERS:
         known = ", ".join(map(repr, _COMBINERS))
         raise _arguments.wrong(
-            _CALL,
+            call,
             "combiner",
             f"one of {known}",
             _arguments.show(combiner),
             "'none' returns the rows without reducing them.",
         )
+    return combiner
+
+
+def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
+    check_combiner(_CALL, combiner)
     if weights is not None and combiner not in _SUMS:
         raise ValueError(
             f"{_CALL}: weights need combiner 'sum', 'mean' or 'sqrtn', got "

@@ -139,12 +139,10 @@ def check_mode(call: str, mode: Any) -> str:
     return _arguments.check_mode(call, mode, _MODES, hint)
 
 
-def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
-    """Compares unconverted `ids` with `padding_id`; None if `padding_id` is None."""
-    if padding_id is None:
-        return None
+def as_padding_id(call: str, padding_id: Any) -> int | None:
+    """Returns `padding_id` as an int or None; raises for anything else."""
     try:
-        padding = operator.index(padding_id)
+        return None if padding_id is None else operator.index(padding_id)
     except TypeError:
         raise _arguments.wrong_type(
             call,
@@ -153,6 +151,13 @@ def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
             _arguments.show(padding_id),
             "Pass a Python int; inside jit it cannot be a traced argument.",
         ) from None
+
+
+def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
+    """Compares unconverted `ids` with `padding_id`; None if `padding_id` is None."""
+    padding = as_padding_id(call, padding_id)
+    if padding is None:
+        return None
     limits = jnp.iinfo(ids.dtype)
     if not limits.min <= padding <= limits.max:
         return jnp.zeros(ids.shape, bool)  # an id of this dtype never equals it

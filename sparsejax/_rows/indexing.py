@@ -5,6 +5,7 @@ Reading an id out of range (outside `[0, height)`) gives zeros; writing it does 
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,6 +50,15 @@ def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
     """Zeros the `values` whose mask `keep`, over the leading axes, is false."""
     keep = append_axes(keep, values.ndim)
     return jnp.where(keep, values, jnp.zeros((), values.dtype))
+
+
+def batch_in_front(args: Sequence[jax.Array], axes: Sequence[int | None]) -> list[Any]:
+    """Arguments of a rule for `vmap` with the batch axis first, repeated if without."""
+    size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
+    return [
+        jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
+        for x, a in zip(args, axes)
+    ]
 
 
 def fill_value(dtype: Any) -> np.ndarray:

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._lookup import lookup
+from sparsejax._lookup.embedding_bag import check_combiner
 from sparsejax._rows import indexing
 from sparsejax._rows.scatter import scatter_assign
 from sparsejax.nn import _layer, _stacks
 from sparsejax.nn._block import SparseBlock
-from sparsejax.nn._embedding import Embedding, EmbeddingBag, check_combiner
+from sparsejax.nn._embedding import Embedding, EmbeddingBag
 from sparsejax.transform.trace import mark_stack
 
 

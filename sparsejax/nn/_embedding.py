@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from typing import Any, ClassVar
 
 import jax
@@ -20,13 +19,12 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Initializer, PyTree
 from sparsejax._lookup import lookup
-from sparsejax._lookup.embedding_bag import embedding_bag
+from sparsejax._lookup.embedding_bag import check_combiner, embedding_bag
+from sparsejax._lookup.lookup import as_padding_id
 from sparsejax._rows import check_whole, indexing, table_or_none
 from sparsejax._segments import SegmentTensor
 from sparsejax.nn import _layer, _row_ids
 
-
-COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp", "none")
 
 # Rows of expected squared norm 1, as in flax.
 TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
@@ -63,7 +61,7 @@ class TableLayer:
             features=_layer.check_size(call, "features", self.features),
             dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
             param_dtype=param_dtype,
-            padding_id=check_padding_id(call, self.padding_id),
+            padding_id=as_padding_id(call, self.padding_id),
             max_norm=lookup.check_max_norm(call, self.max_norm, param_dtype),
             mode=lookup.check_mode(call, self.mode),
         )
@@ -404,14 +402,6 @@ class EmbeddingBag(TableLayer):
 # ------------------------------------------------------------------ arguments
 
 
-def check_combiner(call: str, combiner: Any) -> str:
-    """Returns `combiner`; raises unless it is one of `COMBINERS`."""
-    if combiner not in COMBINERS:
-        known = ", ".join(map(repr, COMBINERS))
-        raise _arguments.wrong(call, "combiner", f"one of {known}", repr(combiner))
-    return combiner
-
-
 def split_weights(
     call: str, ids: SegmentTensor, weights: Any
 ) -> tuple[SegmentTensor, Any]:
@@ -427,13 +417,3 @@ def split_weights(
     static = ids.num_segments, ids.is_sorted
     children = values["index"], ids.segment_ids
     return SegmentTensor.tree_unflatten(static, children), values["value"]
-
-
-def check_padding_id(call: str, padding_id: Any) -> int | None:
-    """`padding_id` as an int or None; raises for anything else."""
-    try:
-        return None if padding_id is None else operator.index(padding_id)
-    except TypeError:
-        shown = _arguments.show(padding_id)
-        want = "a static int or None"
-        raise _arguments.wrong_type(call, "padding_id", want, shown) from None

@@ -502,28 +502,17 @@ def _add_transpose(table, like, _, positions, **static):
 
 
 def _read_vmap(bind, args, axes, *, batched, **static):
-    (values, positions), own_table = args, axes[0] is not None
+    own_table = axes[0] is not None
     if own_table:
-        values = jnp.moveaxis(values, axes[0], 0)
-    size = _batch_size(args, axes)
-    positions = _batch_in_front(positions, axes[1], size)
-    return bind(values, positions, batched=(own_table, *batched), **static)
+        args = indexing.batch_in_front(args, axes)
+    else:
+        args = [args[0], *indexing.batch_in_front(args[1:], axes[1:])]
+    return bind(*args, batched=(own_table, *batched), **static)
 
 
 def _add_vmap(bind, args, axes, *, batched, **static):
-    size = _batch_size(args, axes)
-    args = [_batch_in_front(x, axis, size) for x, axis in zip(args, axes)]
+    args = indexing.batch_in_front(args, axes)
     return bind(*args, batched=(True, *batched), **static)
-
-
-def _batch_size(args, axes) -> int:
-    return next(x.shape[axis] for x, axis in zip(args, axes) if axis is not None)
-
-
-def _batch_in_front(x: jax.Array, axis: int | None, size: int) -> jax.Array:
-    if axis is None:
-        return jnp.broadcast_to(x, (size, *x.shape))
-    return jnp.moveaxis(x, axis, 0)
 
 
 read_rows_p = _compat.multilinear_primitive(

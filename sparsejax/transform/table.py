@@ -297,12 +297,7 @@ def _drop_transpose(cotangent, like, x, keep):
 
 
 def _drop_batch(bind, args, axes):
-    size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
-    args = (
-        jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
-        for x, a in zip(args, axes)
-    )
-    return bind(*args)
+    return bind(*indexing.batch_in_front(args, axes))
 
 
 _drop_cotangents_p = _compat.multilinear_primitive(
