@@ -20,7 +20,7 @@ def codex(tmp_path, shared_data):
     """The triples between the most frequent entities of CoDEx-M."""
     graph = np.load(shared_data / "codex_m" / "codex_m.npz")
     counts = np.bincount(graph["train"][:, [0, 2]].ravel())
-    frequent = np.argsort(-counts)[:800]
+    frequent = np.argsort(-counts, kind="stable")[:800]
     for name in ("train", "valid", "test"):
         kept = graph[name][np.isin(graph[name][:, [0, 2]], frequent).all(1)]
         np.savetxt(tmp_path / f"{name}.txt", kept, "%d", delimiter="\t")
@@ -33,7 +33,7 @@ def test_answers_are_ranked_above_frequent_ones(model, gain, codex, capsys):
     options = "--dim 64 --epochs 12 --batch 256 --negatives 128"
     knowledge_graph.main([codex, "--model", model, *options.split()])
     found = capsys.readouterr().out.splitlines()
-    assert found[0] == "8,541 triples of 617 entities"
+    assert found[0] == "8,515 triples of 613 entities"
     assert re.findall(pykeen.LINE, found[-2])[0][0] == "12"
     mrr, frequent = map(float, re.findall(r"0\.\d+", found[-1]))
     assert frequent == pytest.approx(0.339, abs=0.001)
