@@ -107,6 +107,8 @@ def main(argv=None):
     transe = parser.parse_known_args(argv)[0].model == "transe"
     parser.set_defaults(**(OF_TRANSE if transe else OF_PRODUCTS))
     args = parser.parse_args(argv)
+    if min(args.epochs, args.dim, args.batch, args.negatives, args.lr) <= 0:
+        sys.exit("knowledge_graph: all options but --n3 and --seed must be positive.")
     sj.cpu.keep_freed_pages()
     entities, relations, (train, valid, test) = read_graph(args.folder)
     known = np.concatenate([train, valid, test])
