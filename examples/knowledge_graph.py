@@ -108,7 +108,7 @@ def main(argv=None):
     parser.set_defaults(**(OF_TRANSE if transe else OF_PRODUCTS))
     args = parser.parse_args(argv)
     if min(args.epochs, args.dim, args.batch, args.negatives, args.lr) <= 0:
-        sys.exit("knowledge_graph: all options but --n3 and --seed must be positive.")
+        parser.error("all options but --n3 and --seed must be positive")
     sj.cpu.keep_freed_pages()
     entities, relations, (train, valid, test) = read_graph(args.folder)
     known = np.concatenate([train, valid, test])

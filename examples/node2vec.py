@@ -100,6 +100,8 @@ def main(argv=None):
     parser.add_argument("--q", type=float, default=1.0, help="high: walks stay near")
     parser.add_argument("--dim", type=int, default=64, help="length of a vector")
     args = parser.parse_args(argv)
+    if min(args.epochs, args.length, args.p, args.q, args.dim) <= 0:
+        parser.error("all options must be positive")
     sj.cpu.keep_freed_pages()
     edges, names = read_edges(args.file)
     rng, key, number = np.random.default_rng(0), jax.random.key(0), 0

@@ -100,6 +100,9 @@ def main(argv=None):
     parser.add_argument("--negatives", type=int, default=512, help="of a step")
     parser.add_argument("--lr", type=float, default=4e-3, help="of Adam")
     args = parser.parse_args(argv)
+    sizes = args.epochs, args.length, args.dim, args.batch, args.negatives
+    if min(*sizes, args.lr) <= 0:
+        parser.error("all numbers must be positive")
     sj.cpu.keep_freed_pages()
     sequences, num_items = read_sequences(args.file, args.columns.split(","))
     past = [x[:-2] for x in sequences]

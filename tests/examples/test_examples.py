@@ -27,3 +27,12 @@ def test_it_is_short_and_shown_to_readers(name):
     assert any(
         f"examples/{name}.py)" in p.read_text() for p in pages.DOCS.rglob("*.md")
     )
+
+
+@pytest.mark.parametrize("name", ["knowledge_graph", "node2vec", "sequence"])
+@pytest.mark.parametrize("option", ["--epochs", "--dim"])
+def test_options_must_be_positive(name, option, capsys):
+    main = importlib.import_module(f"examples.{name}").main
+    with pytest.raises(SystemExit):
+        main(["no such file", option, "0"])
+    assert "must be positive" in capsys.readouterr().err
