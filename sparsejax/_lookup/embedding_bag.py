@@ -130,7 +130,8 @@ def embedding_bag(
     lookup.check_order(_CALL, table, ids)
     mode = lookup.check_mode(_CALL, mode)
     max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
-    combiner = _check_combiner(combiner, weights, table)
+    combiner = check_combiner(_CALL, combiner)
+    _check_combiner_fits(combiner, weights, table)
 
     def reduce(ids: Any, segments: Segments | None, skip: Any = None) -> jax.Array:
         w = None if weights is None else _as_weights(weights, ids, table.dtype)
@@ -260,8 +261,7 @@ def check_combiner(call: str, combiner: Any) -> str:
     return combiner
 
 
-def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
-    check_combiner(_CALL, combiner)
+def _check_combiner_fits(combiner: str, weights: Any, table: Any) -> None:
     if weights is not None and combiner not in _SUMS:
         raise ValueError(
             f"{_CALL}: weights need combiner 'sum', 'mean' or 'sqrtn', got "
@@ -273,7 +273,6 @@ def _check_combiner(combiner: Any, weights: Any, table: Any) -> str:
             f"{_CALL}: combiner='logsumexp' needs a real floating-point table, got "
             f"{table.dtype}. Cast it with .astype(jnp.float32)."
         )
-    return combiner
 
 
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:

@@ -14,7 +14,7 @@ LINEAR = frozenset("neg convert_element_type copy copy_p".split())
 REDUCTIONS = frozenset(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
 )
-# Work row by row along other axes than those of rows: the parameter that names them.
+# Work row by row if no axis in this parameter runs over rows.
 _ALONG = {
     **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), "axes"),
     **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp split".split(), "axis"),
