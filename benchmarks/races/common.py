@@ -230,7 +230,7 @@ def race(name, args):
     """Tunes both sides, lets them take turns, and prints the table."""
     module = importlib.import_module(f"benchmarks.races.{name}")
     python = environment(name, module)
-    data = BUILD / "data" / name / args.data
+    data = BUILD / "data" / name / args.data.replace(os.sep, "_")  # it may be a path
     if not (data / ".made").exists():
         data.mkdir(parents=True, exist_ok=True)
         module.prepare(data, args.data, python)

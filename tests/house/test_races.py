@@ -152,6 +152,56 @@ def test_pykeen_scores_both_ways_round(model):
     )
 
 
+def test_pykeen_reads_the_links_of_wordnet(tmp_path, monkeypatch):
+    monkeypatch.setattr(pykeen, "HELD_OUT", 1)
+    files = {
+        "noun": [
+            "  1 a license",
+            "00000001 03 n 01 a 0 002 @ 00000002 n 0000 + 00000003 v 0101 | a @ b",
+            "00000002 03 n 02 b 0 b_2 0 001 ~ 00000001 n 0000 | of two words",
+        ],
+        "verb": ["00000003 29 v 01 c 0 001 + 00000001 n 0101 01 + 08 00 | a frame"],
+        "adj": [
+            "00000001 00 s 01 d 0 001 & 00000004 a 0000 | a satellite",
+            "00000004 00 a 01 e 0 002 & 00000001 a 0000 & 00000001 a 0102 | twice",
+        ],
+        "adv": [],
+    }
+    for name, lines in files.items():
+        (tmp_path / f"data.{name}").write_text("\n".join(lines))
+    parts = pykeen.wordnet(tmp_path)
+    triples = np.concatenate(list(parts.values())).tolist()
+    similar, derived, hypernym = range(3)
+    assert sorted(triples) == [
+        *([0, derived, 2], [0, hypernym, 1], [2, derived, 0]),
+        *([3, similar, 4], [4, similar, 3]),
+    ]
+    assert [len(part) for part in parts.values()] == [3, 1, 1]
+    assert {*parts["train"][:, [0, 2]].ravel()} == {*range(5)}
+
+
+def test_a_file_as_data_is_prepared_in_a_folder_of_its_own(tmp_path, monkeypatch):
+    made = []
+
+    def prepare(folder, data, peer):
+        made.append((folder, data))
+        raise InterruptedError
+
+    race = types.SimpleNamespace(prepare=prepare)
+    monkeypatch.setattr(common, "BUILD", tmp_path / "build")
+    monkeypatch.setattr(common, "environment", lambda *args: "python")
+    monkeypatch.setattr(common.importlib, "import_module", lambda name: race)
+    file = tmp_path / "text.txt"
+    file.write_text("a text")
+    for _ in range(2):  # the second time, as it was not completed
+        with pytest.raises(InterruptedError):
+            common.race("gensim", types.SimpleNamespace(data=str(file)))
+    (folder, data), again = made
+    assert again == (folder, data) and data == str(file)
+    assert folder.is_dir() and folder.parent == tmp_path / "build" / "data" / "gensim"
+    assert file.read_text() == "a text"
+
+
 @pytest.mark.parametrize("part", ["valid", "test"])
 def test_vowpal_has_the_same_rows_on_both_sides(part, tmp_path):
     vowpal.prepare(tmp_path, "200", None)
