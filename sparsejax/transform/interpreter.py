@@ -53,7 +53,13 @@ from sparsejax import _arguments, _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
 from sparsejax.transform.liveness import Liveness, Registry
-from sparsejax.transform.table import TableRef, drop_cotangents, plant, plant_combined
+from sparsejax.transform.table import (
+    TableRef,
+    drop_cotangents,
+    on_mesh,
+    plant,
+    plant_combined,
+)
 
 
 # ------------------------------------------------------------------ rules
@@ -447,6 +453,9 @@ class RuleContext:
             return out
         (delta,) = self.reads.take(1)
         ids = jnp.where(counts, ids, _arguments.scalar(ref.array.shape[0], ids))
+        if ref.mesh is not None:
+            ids, here = on_mesh(ids, ref.mesh), jax.typeof(out).sharding.mesh
+            delta = on_mesh(delta, here)
         self.reads.add([site], [ids])
         if transpose is None:
             return plant(out, delta)

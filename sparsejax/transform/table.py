@@ -9,6 +9,7 @@ is computed until rows are read; then these steps are applied to the rows read.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -103,6 +104,8 @@ class TableRef:
       first: the first of the table's rows that the view has, an integer scalar; None
         if it has all of them. A table of a stack is such a view.
       reader: a `RowReader`, if row r of the view is not row r of `array`; else None.
+      mesh: the mesh with Explicit axes that the table is on, if the program reads it
+        where they are Auto; else None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -122,6 +125,7 @@ class TableRef:
     steps: tuple[RowFunction, ...] = ()
     first: Any = None
     reader: RowReader | None = None
+    mesh: Any = None
 
     @classmethod
     def of(cls, index: int, array: jax.Array, stacked: bool = False) -> TableRef:
@@ -204,13 +208,13 @@ class TableRef:
         """The whole view as an array: all its rows."""
         if self.reader is not None:
             self.reader.refuse(self, "the function returns a table")
-        rows = self.array
-        if self.first is not None:
-            rows = lax.dynamic_slice_in_dim(rows, self.first, self.height)
-        rows = self.view(rows)
-        axes = self.row_axes
-        rows = rows.reshape(*(self.shape[axis] for axis in axes), *rows.shape[1:])
-        return jnp.moveaxis(rows, range(len(axes)), axes)
+        rows, axes = self.array, self.row_axes
+        with _mesh_of(rows):  # an equation that makes axes Auto has another one
+            if self.first is not None:
+                rows = lax.dynamic_slice_in_dim(rows, self.first, self.height)
+            rows = self.view(rows)
+            rows = rows.reshape(*(self.shape[axis] for axis in axes), *rows.shape[1:])
+            return jnp.moveaxis(rows, range(len(axes)), axes)
 
     @property
     def operands(self) -> tuple[Any, Sequence[Sequence[Any]]]:
@@ -323,3 +327,16 @@ def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
         if spec
         else x
     )
+
+
+def on_mesh(x: jax.Array, mesh: Any) -> jax.Array:
+    """`x` on every device of `mesh`, whose axes may be of another type."""
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
+
+
+def _mesh_of(x: jax.Array) -> contextlib.AbstractContextManager:
+    """The mesh in the type of `x`, for operations on `x`."""
+    if not _compat.has_mesh(x):
+        return contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)

@@ -1,14 +1,18 @@
-"""Replicated tables inside `shard_map`, and the transformation inside it."""
+"""Tables inside `shard_map` and on Explicit axes, and `sj.grad` in `shard_map`."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from sparsejax import _compat
+from tests.helpers import assert_no_copies, assert_trees_close, compile_as_users_do
 
 
 pytestmark = [
@@ -98,6 +102,72 @@ def test_reshard(spec):
         assert isinstance(g, sj.SelectedRows) == (spec == P())
         g = g.to_dense() if isinstance(g, sj.SelectedRows) else g
         np.testing.assert_allclose(g, want, rtol=2e-5, atol=1e-5)
+
+
+def _sharded_rows(t, ids):
+    return t.at[ids].get(out_sharding=P("x"))
+
+
+_READS = {
+    "rows": lambda p, ids: _sharded_rows(p["t"], ids),
+    "cast": lambda p, ids: _sharded_rows(p["t"].astype(jnp.bfloat16), ids),
+    "scaled": lambda p, ids: _sharded_rows(p["w"] * p["t"], ids),
+    "nested": lambda p, ids: jax.checkpoint(jax.jit(_sharded_rows))(p["t"], ids),
+    "auto_axes": lambda p, ids: jax.sharding.auto_axes(
+        lambda t, ids: jnp.tanh(sj.lookup(t, ids)), axes="x", out_sharding=P("x")
+    )(p["t"], ids),
+}
+
+
+@pytest.mark.parametrize("read", _READS.values(), ids=_READS)
+def test_a_step_that_reads_where_explicit_axes_are_auto(read):
+    """`jax.make_mesh` makes Explicit axes by default on the newest JAX."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def loss(p, ids):
+        return jnp.sum(jnp.sin(read(p, ids).astype(jnp.float32) * p["w"]))
+
+    def train(grad, tx):
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(p, state, ids):
+            updates, state = tx.update(grad(p, ids), state, p)
+            return optax.apply_updates(p, updates), state
+
+        p = {"t": jax.random.normal(jax.random.key(0), (1009, 4)), "w": 1.0 * W}
+        specs = {"t": P(None, None), "w": P(None)}  # P() would compile again
+        p = jax.device_put(p, {k: NamedSharding(mesh, x) for k, x in specs.items()})
+        state = jax.jit(tx.init)(p)
+        for ids in (IDS, IDS[::-1] + 1):
+            ids = jax.device_put(ids, NamedSharding(mesh, P("x")))
+            lowered = step.lower(p, state, ids)
+            p, state = step(p, state, ids)
+        assert step._cache_size() == 1
+        return (p, state), compile_as_users_do(lowered)
+
+    tx = optax.adagrad(0.1)
+    with jax.set_mesh(mesh):
+        sparse = sj.grad(loss, tables={"t": True, "w": False})
+        got, compiled = train(sparse, sj.optim.lazy(tx))
+        want, _ = train(jax.grad(loss), tx)
+    assert_trees_close(got, want)
+    table = got[0]["t"]
+    assert_no_copies(compiled.as_text(), table)
+    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes
+
+
+def test_a_cast_table_that_is_sharded_over_explicit_axes_is_dense():
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def loss(t, ids):
+        rows = _sharded_rows(t.astype(jnp.bfloat16), ids)
+        return jnp.sum(jnp.sin(rows.astype(jnp.float32) * W))
+
+    with jax.set_mesh(mesh):
+        t = jax.device_put(_table(), NamedSharding(mesh, P("x")))
+        want = jax.jit(jax.grad(loss))(t, IDS)
+        np.testing.assert_allclose(jax.jit(sj.grad(loss))(t, IDS), want, rtol=2e-5)
+        with pytest.raises(sj.DensifyError, match="reshard"):
+            sj.grad(loss, tables=True)(t, IDS)
 
 
 @pytest.mark.parametrize("vma", [True, False])

@@ -18,7 +18,7 @@ from sparsejax import _compat, _primitives
 from sparsejax._compat import primitives as p
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.liveness import register_flow
-from sparsejax.transform.table import TableRef, without
+from sparsejax.transform.table import TableRef, on_mesh, without
 
 
 # -- one operand -----------------------------------------------------------------------
@@ -42,10 +42,19 @@ def _identity_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
 @register_rule("reshard")
 def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     # jax 0.8 writes a reshard before each argument of a shard_map; most of them move
-    # nothing. A table that moves becomes another array, which is a dense use.
+    # nothing. `table.at[ids].get(out_sharding=...)` only makes the mesh axes Auto for
+    # the gather. A table that moves becomes another array, which is a dense use.
     del params
     before, after = (v.aval.sharding for v in (*ctx.eqn.invars, *ctx.eqn.outvars))
-    return ref if before == after else NotImplemented
+    if before == after:
+        return ref
+    moves = any(part is not None for part in (*before.spec, *after.spec))
+    if moves or any(map(_compat.explicit_spec, jax.tree.leaves(ref.operands))):
+        return NotImplemented
+    replicate = lambda x: on_mesh(x, after.mesh)
+    ref = ref.with_operands(jax.tree.map(replicate, ref.operands))
+    mesh = ref.mesh or before.mesh
+    return dataclasses.replace(ref, array=replicate(ref.array), mesh=mesh)
 
 
 @register_rule(p.device_put_p, "optimization_barrier")
