@@ -11,10 +11,12 @@ sums, in counts and in maxima.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
@@ -133,7 +135,7 @@ def embedding_bag(
     combiner = check_combiner(_CALL, combiner)
     _check_combiner_fits(combiner, weights, table)
 
-    def reduce(ids: Any, segments: Segments | None, skip: Any = None) -> jax.Array:
+    def reduce(table, weights, ids, segments: Segments | None, skip=None) -> jax.Array:
         w = None if weights is None else _as_weights(weights, ids, table.dtype)
         ids = _arguments.as_ids(_CALL, ids, table.shape[0])
         if segments is not None:
@@ -185,14 +187,17 @@ def embedding_bag(
     if not isinstance(ids, SegmentTensor):
         data = _arguments.saturate(given)
         if segment_ids is None or given.ndim != 1:
-            return _padded(data, masks, segment_ids, num_segments, table, reduce)
+            read = functools.partial(_padded, reduce, segment_ids, num_segments)
+            ndim = given.ndim - (combiner != "none")
+            args = table, data, weights, *masks
+            return indexing.sharded_like_ids(read, *args, ndim=ndim)
     return over_segments(
         _CALL,
         data,
         segment_ids,
         num_segments,
         indices_are_sorted,
-        reduce,
+        functools.partial(reduce, table, weights),
         *masks,
         name="ids",
     )
@@ -226,7 +231,9 @@ class _Bags:
         return self.segments.sum(x)
 
 
-def _padded(ids, masks, segment_ids, num_segments, table, reduce) -> jax.Array:
+def _padded(
+    reduce: Any, segment_ids: Any, num_segments: Any, table, ids, weights, *masks
+) -> jax.Array:
     """Returns `reduce` of padded ids, one bag per row."""
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
@@ -242,7 +249,7 @@ def _padded(ids, masks, segment_ids, num_segments, table, reduce) -> jax.Array:
             "[B, L], one bag per row."
         )
     flat = lambda x: indexing.merge_axes(x, ids.ndim - 1)
-    out = reduce(flat(ids), None, *map(flat, masks))
+    out = reduce(table, weights, flat(ids), None, *map(flat, masks))
     lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
     return out.reshape(*lead, *table.shape[1:])
 
@@ -395,7 +402,7 @@ def _flat_segments(bags: _Bags) -> Segments:
     """Returns the segments of the flattened elements, skipped ones out of range."""
     if bags.segments is None:
         count, length = bags.ids.shape
-        ids = jnp.repeat(jnp.arange(count, dtype=jnp.int32), length)
+        ids = lax.broadcasted_iota(jnp.int32, (count, length), 0).reshape(-1)
         segments = Segments(ids, count, is_sorted=True)
     else:
         segments = bags.segments

@@ -11,6 +11,7 @@ table itself has the table's size.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -76,7 +77,8 @@ def lookup(
         table in place.)
 
     Returns:
-      `[*ids.shape, *table.shape[1:]]`, of the table's dtype.
+      `[*ids.shape, *table.shape[1:]]`, of the table's dtype. If Explicit mesh axes shard
+      the ids and not the table, they shard the rows in the same way.
 
     Raises:
       TypeError: `table` is not an array, `ids` are not integers, `padding_id` is
@@ -204,6 +206,13 @@ def read(
     """Reads the rows for `lookup`, from arguments checked by the functions above."""
     if isinstance(table, RowTable):
         return read_row_table(table, call, ids, padding, mode)
+    run = functools.partial(_read, call, mode)
+    return indexing.sharded_like_ids(run, table, ids, padding, ndim=ids.ndim)
+
+
+def _read(
+    call: str, mode: str, table: Any, ids: jax.Array, padding: jax.Array | None
+) -> jax.Array:
     height = table.shape[0]
     wanted = ids
     if mode == "clip":

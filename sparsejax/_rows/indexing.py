@@ -5,15 +5,16 @@ Reading an id out of range (outside `[0, height)`) gives zeros; writing it does 
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 
 
 def in_range(ids: jax.Array, height: int) -> jax.Array:
@@ -78,6 +79,29 @@ def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
     table = jnp.asarray(table)  # outside jit it may be a NumPy array
     return table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
+
+
+def sharded_like_ids(
+    read: Callable[..., jax.Array], table: Any, ids: jax.Array, *rest: Any, ndim: int
+) -> jax.Array:
+    """Returns `read(table, ids, *rest)`, even if Explicit mesh axes shard `ids`.
+
+    JAX's gather raises a ShardingTypeError there, unless it is given the sharding of
+    the result. If every device has the whole table, the rows are sharded like the ids.
+
+    Args:
+      read: a function that reads rows.
+      table: an array, or a tree of arrays.
+      ids: integers.
+      *rest: arrays or None.
+      ndim: how many axes of the result are axes of `ids`, the first ones.
+    """
+    spec = _compat.explicit_spec(ids)
+    if not spec or any(map(_compat.explicit_spec, jax.tree.leaves(table))):
+        return read(table, ids, *rest)
+    mesh = jax.typeof(ids).sharding.mesh
+    out = NamedSharding(mesh, PartitionSpec(*spec[:ndim]))
+    return jax.sharding.auto_axes(read, out_sharding=out)(table, ids, *rest)
 
 
 def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:

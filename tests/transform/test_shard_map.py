@@ -1,5 +1,6 @@
 """Tables inside `shard_map` and on Explicit axes, and `sj.grad` in `shard_map`."""
 
+import contextlib
 import functools
 
 import jax
@@ -153,6 +154,42 @@ def test_a_step_that_reads_where_explicit_axes_are_auto(read):
     table = got[0]["t"]
     assert_no_copies(compiled.as_text(), table)
     assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes
+
+
+_CALLS = {
+    "lookup": lambda t, ids: sj.lookup(t, ids, mode="zero", padding_id=3),
+    "norm": lambda t, ids: sj.lookup(t, ids, mode="clip", max_norm=0.5),
+    "codes": lambda t, ids: sj.lookup(sj.quantize(t), ids, mode="zero"),
+    "sums": lambda t, ids: sj.embedding_bag(t, ids, mode="zero"),
+    "weights": lambda t, ids: sj.embedding_bag(
+        t, ids, weights=jnp.sin(ids), combiner="sqrtn", mode="zero", padding_id=3
+    ),
+    "maxima": lambda t, ids: sj.embedding_bag(t, ids, combiner="max", mode="zero"),
+    "none": lambda t, ids: sj.embedding_bag(t, ids, combiner="none", mode="zero"),
+    "layer": lambda t, ids: sj.nn.EmbeddingBag(200, 4)({"embedding": t}, ids),
+}
+
+
+@pytest.mark.parametrize("call", _CALLS.values(), ids=_CALLS)
+@pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no context"])
+def test_reads_are_sharded_like_ids_on_explicit_axes(call, in_context):
+    """JAX's own gather asks for an out_sharding there."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    ids = jnp.stack([IDS, IDS + 60, IDS + 500 * (IDS < 9) - 500 * (IDS == 11)], axis=1)
+    ids = jnp.clip(ids, 0, 199) if call is _CALLS["layer"] else ids
+    t = _table()
+    rows, given = call(t, ids), jax.device_put(ids, NamedSharding(mesh, P("x")))
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        table = jax.device_put(t, NamedSharding(mesh, P()))
+        got = jax.jit(call)(table, given)
+        assert tuple(got.sharding.spec) == ("x",) + (None,) * (got.ndim - 1)
+        np.testing.assert_allclose(got, rows, rtol=1e-6, atol=1e-6)
+        if call is _CALLS["codes"]:
+            return  # rounding has no gradient
+        loss = lambda t, ids: jnp.sum(jnp.sin(call(t, ids)))
+        g = jax.jit(sj.grad(loss, tables=True))(table, given)
+        want = jax.grad(loss)(t, ids)
+        np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_cast_table_that_is_sharded_over_explicit_axes_is_dense():
