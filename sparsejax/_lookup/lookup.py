@@ -77,8 +77,8 @@ def lookup(
         table in place.)
 
     Returns:
-      `[*ids.shape, *table.shape[1:]]`, of the table's dtype. If Explicit mesh axes shard
-      the ids and not the table, they shard the rows in the same way.
+      `[*ids.shape, *table.shape[1:]]`, of the table's dtype. If Explicit mesh axes
+      shard the ids and not the table, they shard the rows in the same way.
 
     Raises:
       TypeError: `table` is not an array, `ids` are not integers, `padding_id` is

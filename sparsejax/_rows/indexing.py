@@ -101,7 +101,8 @@ def sharded_like_ids(
         return read(table, ids, *rest)
     mesh = jax.typeof(ids).sharding.mesh
     out = NamedSharding(mesh, PartitionSpec(*spec[:ndim]))
-    return jax.sharding.auto_axes(read, out_sharding=out)(table, ids, *rest)
+    run: Any = jax.sharding.auto_axes(read, out_sharding=out)
+    return run(table, ids, *rest)
 
 
 def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
