@@ -75,6 +75,8 @@ def main(argv=None):
     parser.add_argument("--lr", type=float, default=3e-3, help="of Adam")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
+    if min(args.epochs, args.dim, args.lr) <= 0:
+        parser.error("--epochs, --dim and --lr must be positive")
     sj.cpu.keep_freed_pages()
     user, item = args.user.split(","), args.item.split(",")
     data, sizes = read(args.file, user, item, args.text, args.basket)
@@ -89,14 +91,11 @@ def main(argv=None):
     print(f"{sizes[user[0]]:,} users, {sizes[item[0]]:,} items, {len(lines):,} lines")
 
     def loss_fn(params, batch, popularity):
+        vectors = user_tower(params, batch), item_tower(params, batch)
         ids = batch[item[0]]
-        losses = sj.losses.in_batch_softmax_loss(
-            user_tower(params, batch),
-            item_tower(params, batch),
-            candidate_ids=ids,
-            log_q=popularity.log_prob(ids),  # a frequent item is a negative too often
-        )
-        return jnp.mean(losses)
+        log_q = popularity.log_prob(ids)  # a frequent item is a negative too often
+        how = {"candidate_ids": ids, "log_q": log_q}
+        return jnp.mean(sj.losses.in_batch_softmax_loss(*vectors, **how))
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch, popularity):
@@ -112,6 +111,8 @@ def main(argv=None):
     asked = np.unique(users[past]).tolist()  # who has bought before
     pairs = zip(users[future].tolist(), items[future].tolist())
     wanted = {(u, i) for u, i in pairs if len(bought[u]) > 1 and i not in bought[u]}
+    if not wanted:
+        parser.error(f"no user of {args.file} has a new item in a later basket")
     seen = sj.SegmentTensor.from_lists([sorted(bought[u]) for u in asked])
     queries = {name: data[name][of_users[asked]] for name in of_user}
     candidates = {name: data[name][of_items] for name in of_item}

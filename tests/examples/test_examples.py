@@ -29,7 +29,9 @@ def test_it_is_short_and_shown_to_readers(name):
     )
 
 
-@pytest.mark.parametrize("name", ["knowledge_graph", "node2vec", "sequence"])
+@pytest.mark.parametrize(
+    "name", ["knowledge_graph", "node2vec", "sequence", "two_towers"]
+)
 @pytest.mark.parametrize("option", ["--epochs", "--dim"])
 def test_options_must_be_positive(name, option, capsys):
     main = importlib.import_module(f"examples.{name}").main
