@@ -232,7 +232,7 @@ class _Bags:
 
 
 def _padded(
-    reduce: Any, segment_ids: Any, num_segments: Any, table, ids, weights, *masks
+    reduce, segment_ids, num_segments, table, ids, weights, *masks
 ) -> jax.Array:
     """Returns `reduce` of padded ids, one bag per row."""
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):

@@ -104,8 +104,8 @@ class TableRef:
       first: the first of the table's rows that the view has, an integer scalar; None
         if it has all of them. A table of a stack is such a view.
       reader: a `RowReader`, if row r of the view is not row r of `array`; else None.
-      mesh: the mesh with Explicit axes that the table is on, if the program reads it
-        where they are Auto; else None.
+      mesh: the mesh of the table, if the program reads it on one whose axes have other
+        types, such as Auto in place of Explicit; else None.
 
     Example:
       >>> import jax.numpy as jnp

@@ -49,7 +49,8 @@ def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     if before == after:
         return ref
     moves = any(part is not None for part in (*before.spec, *after.spec))
-    if moves or any(map(_compat.explicit_spec, jax.tree.leaves(ref.operands))):
+    moves |= any(map(_compat.explicit_spec, jax.tree.leaves(ref.operands)))
+    if moves or ref.reader is not None:
         return NotImplemented
     replicate = lambda x: on_mesh(x, after.mesh)
     ref = ref.with_operands(jax.tree.map(replicate, ref.operands))
