@@ -194,7 +194,8 @@ def test_reads_are_sharded_like_ids_on_explicit_axes(call, in_context):
         np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5, atol=1e-6)
 
 
-def test_a_cast_table_that_is_sharded_over_explicit_axes_is_dense():
+@pytest.mark.parametrize("spec", [P("x"), None], ids=["sharded", "on no mesh"])
+def test_other_tables_are_dense_on_explicit_axes(spec):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
 
     def loss(t, ids):
@@ -202,11 +203,12 @@ def test_a_cast_table_that_is_sharded_over_explicit_axes_is_dense():
         return jnp.sum(jnp.sin(rows.astype(jnp.float32) * W))
 
     with jax.set_mesh(mesh):
-        t = jax.device_put(_table(), NamedSharding(mesh, P("x")))
+        t = _table()
+        t = jax.device_put(t, NamedSharding(mesh, spec)) if spec else np.asarray(t)
         want = jax.jit(jax.grad(loss))(t, IDS)
         np.testing.assert_allclose(jax.jit(sj.grad(loss))(t, IDS), want, rtol=2e-5)
         with pytest.raises(sj.DensifyError, match="reshard"):
-            sj.grad(loss, tables=True)(t, IDS)
+            jax.jit(sj.grad(loss, tables=True))(t, IDS)
 
 
 @pytest.mark.parametrize("vma", [True, False])

@@ -43,14 +43,15 @@ def _identity_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
 def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     # jax 0.8 writes a reshard before each argument of a shard_map; most of them move
     # nothing. `table.at[ids].get(out_sharding=...)` only makes the mesh axes Auto for
-    # the gather. A table that moves becomes another array, which is a dense use.
+    # the gather. A table that moves, or was on no mesh, becomes another array, which is
+    # a dense use.
     del params
     before, after = (v.aval.sharding for v in (*ctx.eqn.invars, *ctx.eqn.outvars))
     if before == after:
         return ref
     moves = any(part is not None for part in (*before.spec, *after.spec))
     moves |= any(map(_compat.explicit_spec, jax.tree.leaves(ref.operands)))
-    if moves or ref.reader is not None:
+    if moves or ref.reader is not None or before.mesh.empty:
         return NotImplemented
     replicate = lambda x: on_mesh(x, after.mesh)
     ref = ref.with_operands(jax.tree.map(replicate, ref.operands))
