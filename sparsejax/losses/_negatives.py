@@ -268,7 +268,8 @@ class NegativeSampler:
         ids = _arguments.as_ids(f"{_CALL}.log_prob", ids, self.num_ids)
         inside = indexing.in_range(ids, self.num_ids)
         if self.table is not None:
-            log_p = indexing.take_rows(self.table.log_probs, ids)
+            args = indexing.take_rows, self.table.log_probs, ids
+            log_p = indexing.sharded_like_ids(*args, ndim=ids.ndim)
             log_p = jnp.maximum(log_p, self.table.lowest)
         elif self.distribution == "uniform":
             log_p = jnp.full(ids.shape, -math.log(self.num_ids), jnp.float32)

@@ -10,14 +10,15 @@ from typing import Any, Literal, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
 from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
-from sparsejax.transform.table import replicate
+from sparsejax.transform.table import on_mesh, replicate
 from sparsejax.transform.trace import Leaf, check_fun, observer, trace_call
 
 
@@ -340,6 +341,10 @@ def _package(
     values = [indexing.merge_axes(replicate(c), c.ndim - len(row)) for c in cotangents]
     if len(rows) > 1:
         rows, values = [jnp.concatenate(rows)], [jnp.concatenate(values)]
+    mesh = jax.typeof(leaf.value).sharding.mesh
+    if AxisType.Explicit in mesh.axis_types and not _compat.has_mesh(rows[0]):
+        # A conditional's rows have no mesh; XLA would choose how they leave `jit`.
+        rows, values = ([on_mesh(x[0], mesh)] for x in (rows, values))
     filled = indexing.in_range(rows[0], height)
     values = indexing.zero_unless(filled, values[0])
     return SelectedRows(rows[0], values, height, stack)

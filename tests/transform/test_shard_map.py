@@ -194,6 +194,46 @@ def test_reads_are_sharded_like_ids_on_explicit_axes(call, in_context):
         np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no context"])
+def test_rows_of_a_branch_are_on_every_device_of_explicit_axes(in_context):
+    if in_context and jax.__version_info__ < (0, 8):
+        pytest.skip("JAX itself raises for such a branch")
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+
+    def loss(t, ids):
+        read = lambda: jnp.sum(jnp.sin(sj.lookup(t, ids) * W))
+        return lax.cond(jnp.sum(ids) > 0, read, lambda: jnp.float32(0))
+
+    t, want = _table(), jax.grad(loss)(_table(), IDS)
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        table = jax.device_put(t, NamedSharding(mesh, P()))
+        ids = jax.device_put(IDS, NamedSharding(mesh, P("x")))
+        g = jax.jit(sj.grad(loss))(table, ids)
+    assert g.rows.sharding.is_fully_replicated
+    assert g.values.sharding.is_fully_replicated
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("on_mesh", [True, False], ids=["on the mesh", "on no mesh"])
+def test_sampled_softmax_of_labels_sharded_over_explicit_axes(on_mesh):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    sampler = sj.losses.NegativeSampler.from_counts(np.arange(1, 201))
+    x, labels = jnp.sin(jnp.arange(32.0)).reshape(8, 4), IDS
+
+    def loss(t, sampler, x, labels):
+        negatives = sampler.sample(jax.random.key(0), 16, labels)
+        return jnp.mean(sj.losses.sampled_softmax_loss(t, x, labels, negatives))
+
+    want = jax.grad(loss)(_table(), sampler, x, labels)
+    everywhere, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("x"))
+    with jax.set_mesh(mesh):
+        t = jax.device_put(_table(), everywhere)
+        sampler = jax.device_put(sampler, everywhere) if on_mesh else sampler
+        g = jax.jit(sj.grad(loss))(t, sampler, *jax.device_put((x, labels), split))
+        np.testing.assert_allclose(g.to_dense(), want, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [P("x"), None], ids=["sharded", "on no mesh"])
 def test_other_tables_are_dense_on_explicit_axes(spec):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
