@@ -15,6 +15,7 @@ its default.
 import functools
 import pathlib
 import re
+import sys
 
 import numpy as np
 
@@ -29,7 +30,6 @@ SETTINGS = {"model": "complex", "dim": 512, "batch": 1024, "negatives": 2048}
 SETTINGS |= {"loop": "slcwa"}  # of PyKEEN
 LINE = r"epoch (\d+): loss (\S+), MRR (\S+), (\S+) triples/s"
 
-
 # Pointers of WordNet whose inverses are kept, as WN18RR does (Dettmers et al., 2018).
 INVERSES = "~", "~i", "%m", "%s", "%p", "-c", "-r", "-u"
 HELD_OUT = 3_000  # triples of WordNet for validation, and as many for the test
@@ -37,6 +37,10 @@ HELD_OUT = 3_000  # triples of WordNet for validation, and as many for the test
 
 def wordnet(folder):
     """Distinct links between meanings, in three parts; see wndb(5WN) for the files."""
+    if not (pathlib.Path(folder) / "data.noun").is_file():
+        sys.exit(
+            f"races: {folder} is not a folder with WordNet's data.noun: see --help."
+        )
     names, links = {}, {}
     number = lambda part, offset: names.setdefault((part, offset), len(names))
     for part in "noun", "verb", "adj", "adv":

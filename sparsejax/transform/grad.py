@@ -337,14 +337,16 @@ def _package(
         return SelectedRows(rows, jnp.zeros((0, *row), dtype), height, stack)
     if all(site.kind for site in sites):
         return sites[0].kind.package(row, dtype, ids, cotangents, sites)
-    rows = [replicate(i).reshape(-1) for i in ids]
-    values = [indexing.merge_axes(replicate(c), c.ndim - len(row)) for c in cotangents]
-    if len(rows) > 1:
-        rows, values = [jnp.concatenate(rows)], [jnp.concatenate(values)]
+    all_rows = [replicate(i).reshape(-1) for i in ids]
+    all_values = [
+        indexing.merge_axes(replicate(c), c.ndim - len(row)) for c in cotangents
+    ]
+    rows, values = (
+        jnp.concatenate(x) if len(x) > 1 else x[0] for x in (all_rows, all_values)
+    )
     mesh = jax.typeof(leaf.value).sharding.mesh
-    if AxisType.Explicit in mesh.axis_types and not _compat.has_mesh(rows[0]):
+    if AxisType.Explicit in mesh.axis_types and not _compat.has_mesh(rows):
         # A conditional's rows have no mesh; XLA would choose how they leave `jit`.
-        rows, values = ([on_mesh(x[0], mesh)] for x in (rows, values))
-    filled = indexing.in_range(rows[0], height)
-    values = indexing.zero_unless(filled, values[0])
-    return SelectedRows(rows[0], values, height, stack)
+        rows, values = on_mesh(rows, mesh), on_mesh(values, mesh)
+    values = indexing.zero_unless(indexing.in_range(rows, height), values)
+    return SelectedRows(rows, values, height, stack)

@@ -153,6 +153,8 @@ def test_pykeen_scores_both_ways_round(model):
 
 
 def test_pykeen_reads_the_links_of_wordnet(tmp_path, monkeypatch):
+    with pytest.raises(SystemExit, match="data.noun"):
+        pykeen.wordnet(tmp_path)
     monkeypatch.setattr(pykeen, "HELD_OUT", 1)
     files = {
         "noun": [
