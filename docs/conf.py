@@ -36,7 +36,6 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CODE_OF_CONDUCT.md",
     "SECURITY.md",
-    "benchmarks/NOTES.md",
 ]
 exclude_patterns = [".*", "**/.*", "build", "dist", "sparsejax", "tests"]
 
