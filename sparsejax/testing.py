@@ -11,8 +11,9 @@ import numpy as np
 import optax
 
 from sparsejax import _arguments, _rows, optim, transform
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import exact as _exact
-from sparsejax.optim._lazy import callables, checks, stacks, state_leaves, trees
+from sparsejax.optim._lazy import callables, stacks, state_leaves
 
 
 _CALL = "sparsejax.testing.assert_equals_dense"

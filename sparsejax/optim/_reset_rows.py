@@ -18,9 +18,10 @@ from sparsejax._rows import (
     merge,
     with_slots,
 )
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import callables, checks, state_leaves, state_sharding, trees
+from sparsejax.optim._lazy import callables, state_leaves, state_sharding
 from sparsejax.optim._optimizers.weight_decay import WeightDecayState
 from sparsejax.optim._wrappers.accumulate import AccumulateState, as_rows
 from sparsejax.optim._wrappers.track_changes import TrackChangesState

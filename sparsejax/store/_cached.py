@@ -15,7 +15,8 @@ from jax.core import Tracer
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
-from sparsejax.optim._lazy import state_leaves, trees
+from sparsejax.optim import _trees as trees
+from sparsejax.optim._lazy import state_leaves
 from sparsejax.store._in_flight import ReadAhead, check_ahead
 from sparsejax.store._leaf import CachedRows
 from sparsejax.store._staging import Staging

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import callables, state_leaves, trees
+from sparsejax.optim import _trees as trees
+from sparsejax.optim._lazy import callables, state_leaves
 from sparsejax.optim._lazy.lazy import lazy
 from sparsejax.optim._optimizers.ema import EmaState
 

@@ -18,8 +18,8 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_trees_close, slow_but, to_dense
-from sparsejax.optim import exact, lazy
-from sparsejax.optim._lazy import callables, trees
+from sparsejax.optim import _trees as trees, exact, lazy
+from sparsejax.optim._lazy import callables
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")

@@ -18,9 +18,9 @@ from optax import contrib
 
 import optax_table
 from optimizers import REFUSED, SEPARABLE
-from sparsejax.optim import accumulate, exact, lazy, track_changes
+from sparsejax.optim import _checks as checks, accumulate, exact, lazy, track_changes
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import callables, checks, judge, parts
+from sparsejax.optim._lazy import callables, judge, parts
 from sparsejax.optim._wrappers.accumulate import AccumulateState
 from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
@@ -158,7 +158,7 @@ def test_masked_nodes():
     nodes = jax.tree.leaves(state, is_leaf=masked)
     assert any(map(masked, nodes)), (
         f"optax {optax.__version__}: masked leaves are no longer MaskedNode; "
-        "sparsejax/optim/_lazy/trees.py uses it in is_none_or_masked"
+        "sparsejax/optim/_trees.py uses it in is_none_or_masked"
     )
 
 

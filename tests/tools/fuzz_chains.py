@@ -38,7 +38,8 @@ import sparsejax as sj
 from helpers import dense as dense_of
 from optimizers import REFUSED, SCHEDULE, SEPARABLE
 from sparsejax import _compat
-from sparsejax.optim._lazy import judge, trees
+from sparsejax.optim import _trees as trees
+from sparsejax.optim._lazy import judge
 
 
 # Each number of rows is the length of nothing else.

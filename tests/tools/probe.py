@@ -34,12 +34,13 @@ import numpy as np
 import optax
 
 from sparsejax._rows import indexing
+from sparsejax.optim import _trees as trees
 from sparsejax.optim._exact.identify import (
     compile_quickly,
     is_close,
     run_concretely,
 )
-from sparsejax.optim._lazy import judge, state_leaves, trees
+from sparsejax.optim._lazy import judge, state_leaves
 
 
 ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns

@@ -29,16 +29,11 @@ import optax
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, Planner, not_exact
-from sparsejax.optim._lazy import (
-    checks,
-    gather_scatter,
-    judge,
-    state_sharding,
-    trees,
-)
+from sparsejax.optim._lazy import gather_scatter, judge, state_sharding
 
 
 CALL = "sparsejax.optim.exact"
@@ -334,7 +329,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
 
 def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
     """The arrays of each table, taken out of the parameters and the state."""
-    checks.check_state(CALL, state, ExactState)
+    checks.check_state(state, ExactState)
     inner = jax.tree.leaves(state.inner)
     needed = max((k for r in plan.recurrences.values() for k in r.leaves), default=-1)
     if len(state.last_updates) != len(plan.recurrences) or needed >= len(inner):

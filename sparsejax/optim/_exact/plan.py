@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
+from sparsejax.optim import _trees as trees
 from sparsejax.optim._exact import closed_form, identify
 from sparsejax.optim._exact.closed_form import Recurrence
 from sparsejax.optim._exact.shadow_model import ShadowModel
-from sparsejax.optim._lazy import callables, judge, state_leaves, trees
+from sparsejax.optim._lazy import callables, judge, state_leaves
 
 
 class Plan(NamedTuple):

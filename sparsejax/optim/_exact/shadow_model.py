@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import trees
+from sparsejax.optim import _trees as trees
 
 
 class Probes(NamedTuple):

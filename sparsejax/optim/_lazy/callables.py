@@ -27,8 +27,9 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from sparsejax.optim._lazy import checks, parts, trees
-from sparsejax.optim._lazy.trees import is_none_or_masked
+from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import parts
+from sparsejax.optim._trees import is_none_or_masked
 
 
 # Names of optax's variables with a function of the parameters, or of a transformation.

@@ -41,7 +41,8 @@ import optax
 
 from sparsejax import _compat
 from sparsejax._arguments import PyTree
-from sparsejax.optim._lazy import callables, checks, facts, parts, state_leaves, trees
+from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import callables, facts, parts, state_leaves
 from sparsejax.optim._lazy.facts import (
     Fact,
     RefusedForAll,

@@ -22,9 +22,9 @@ import functools
 import optax
 
 from sparsejax._rows import is_selected_rows
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import (
     callables,
-    checks,
     gather_scatter,
     judge,
     parts,
@@ -32,7 +32,6 @@ from sparsejax.optim._lazy import (
     stacks,
     state_leaves,
     state_sharding,
-    trees,
 )
 
 

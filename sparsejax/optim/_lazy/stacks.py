@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from sparsejax._rows import SelectedRows, flat_rows, restacked, stacked_rows
-from sparsejax.optim._lazy import trees
+from sparsejax.optim import _trees as trees
 
 
 Stacks = Mapping[int, SelectedRows]  # the gradient of each stack, by leaf index

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from sparsejax.optim._lazy import trees
+from sparsejax.optim import _trees as trees
 
 
 class StateLeaves(NamedTuple):

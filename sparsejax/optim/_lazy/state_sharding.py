@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, is_selected_rows
-from sparsejax.optim._lazy import state_leaves, trees
+from sparsejax.optim import _trees as trees
+from sparsejax.optim._lazy import state_leaves
 
 
 # ------------------------------------------------------------------ sharded tables

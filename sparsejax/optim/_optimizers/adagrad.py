@@ -204,4 +204,4 @@ def _adagrad(
         updates, sums = base.map_leaves(rule, updates, states, params)
         return updates, AdagradState(optax.safe_increment(state.count), sums)
 
-    return base.dense_or_rows(init, update)
+    return base.dense_or_rows(init, update, AdagradState)

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 
 from sparsejax._arguments import Scalar
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import checks
+from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
@@ -280,7 +280,7 @@ def _adam(
         updates, *new = base.map_leaves(rule, updates, states, params)
         return updates, RowwiseAdamState(steps, *new)
 
-    return base.dense_or_rows(init, update)
+    return base.dense_or_rows(init, update, RowwiseAdamState)
 
 
 def _moment(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:

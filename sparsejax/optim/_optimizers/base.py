@@ -1,8 +1,8 @@
 """Tools for writing optimizers.
 
 Write `init` and `update` for arrays whose first axis is the rows, such that each row's
-step depends only on that row, and return `dense_or_rows(init, update)`, which accepts
-dense and SelectedRows gradients. `adagrad.py` is the shortest example.
+step depends only on that row. `dense_or_rows(init, update, State)` then accepts dense
+and SelectedRows gradients. `adagrad.py` is the shortest example.
 
 The optimizers share the rest: a map over leaves, checks of hyperparameters (which may
 be numbers, schedules or traced values), and arithmetic on rows. Arithmetic and state
@@ -20,12 +20,13 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing, is_selected_rows
-from sparsejax.optim._lazy import state_sharding, trees
+from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import state_sharding
 from sparsejax.optim._lazy.lazy import lazy
 
 
 def dense_or_rows(
-    init: Callable, update: Callable
+    init: Callable, update: Callable, kind: type
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation that accepts dense and SelectedRows gradients.
 
@@ -36,6 +37,7 @@ def dense_or_rows(
     Args:
       init: `params -> state`, with leaves that follow the rows of the parameters.
       update: `(updates, state, params) -> (updates, state)`, row by row.
+      kind: the type of the state, a NamedTuple.
 
     Returns:
       `optax.GradientTransformationExtraArgs`; extra arguments are ignored.
@@ -45,6 +47,7 @@ def dense_or_rows(
 
     @functools.wraps(update)  # errors show the name of the function that made `update`
     def update_either(updates, state, params=None, **extra_args):
+        checks.check_state(state, kind)
         leaves, _ = trees.flatten(updates)
         # `lifted` also tells of gradients and parameters in each other's place.
         sparse = any(map(is_selected_rows, (*leaves, *trees.flatten(params)[0])))

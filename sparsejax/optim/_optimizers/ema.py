@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree, Scalar
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._optimizers import base
 
 
@@ -142,7 +142,7 @@ def ema(
         corrected = base.like(debias, state.debias)
         return updates, EmaState(count, log_decay, corrected, average, last)
 
-    return base.dense_or_rows(init, update)
+    return base.dense_or_rows(init, update, EmaState)
 
 
 def ema_params(params: PyTree, state: PyTree) -> Any:

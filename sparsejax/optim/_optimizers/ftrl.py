@@ -10,7 +10,7 @@ import optax
 
 from sparsejax._arguments import Scalar
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import checks
+from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
@@ -116,4 +116,4 @@ def ftrl(
         updates, z, n = base.map_leaves(rule, updates, (state.z, state.n), params)
         return updates, FtrlState(optax.safe_increment(state.count), z, n)
 
-    return base.dense_or_rows(init, update)
+    return base.dense_or_rows(init, update, FtrlState)

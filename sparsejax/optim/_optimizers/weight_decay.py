@@ -26,7 +26,7 @@ import optax
 
 from sparsejax._arguments import PyTree, Scalar
 from sparsejax._rows import indexing
-from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._optimizers import base
 
 
@@ -134,7 +134,7 @@ def weight_decay(
         count = optax.safe_increment(state.count)
         return updates, WeightDecayState(count, log_decay, decayed)
 
-    return base.dense_or_rows(init, update)
+    return base.dense_or_rows(init, update, WeightDecayState)
 
 
 def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:

@@ -34,7 +34,8 @@ from sparsejax._rows import (
     stacked_rows,
     with_slots,
 )
-from sparsejax.optim._lazy import checks, judge, state_sharding, trees
+from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import judge, state_sharding
 from sparsejax.optim._wrappers.update_if import update_if
 
 
@@ -160,7 +161,7 @@ def accumulate(
     def update(updates, state, params=None, **extra_args):
         grads, treedef = trees.flatten(updates)
         state_sharding.check_not_sharded(CALL, grads)
-        checks.check_state(CALL, state, AccumulateState)
+        checks.check_state(state, AccumulateState)
         trees.flatten_params(CALL, updates, params)
         # A state from a checkpoint may contain NumPy arrays.
         sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))

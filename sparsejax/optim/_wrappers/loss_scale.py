@@ -17,7 +17,7 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._wrappers.update_if import update_if
 
 
@@ -114,7 +114,7 @@ def dynamic_loss_scale(
         return LossScaleState(scale, good_steps, skipped, tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
-        checks.check_state(CALL, state, LossScaleState)
+        checks.check_state(state, LossScaleState)
         leaves, treedef = trees.flatten(updates)
         grads = [_unscale(g, state.scale) for g in leaves]
         finite = jnp.asarray(True)

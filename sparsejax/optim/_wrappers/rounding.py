@@ -47,7 +47,7 @@ from sparsejax._rows import (
     with_known_sum,
     with_slots,
 )
-from sparsejax.optim._lazy import checks, trees
+from sparsejax.optim import _checks as checks, _trees as trees
 
 
 CALL = "sparsejax.optim.rounding"
@@ -162,7 +162,7 @@ def rounding(
         grads, treedef = trees.flatten(updates)
         weights = trees.flatten_params(CALL, updates, params)
         assert weights is not None
-        checks.check_state(CALL, state, RoundingState)
+        checks.check_state(state, RoundingState)
         narrow = [_is_narrow(w) for w in weights]
         copies = list(weights)
         if master:

@@ -20,7 +20,8 @@ from jax.experimental import multihost_utils
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, is_quantized, is_selected_rows
-from sparsejax.optim._lazy import checks, judge, state_sharding, trees
+from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import judge, state_sharding
 
 
 CALL, TAKE = "sparsejax.optim.track_changes", "sparsejax.optim.take_changes"
@@ -110,7 +111,7 @@ def track_changes(
         return TrackChangesState(tx.init(params), state_sharding.init(marks, params))
 
     def update(updates, state, params=None, **extra_args):
-        checks.check_state(CALL, state, TrackChangesState)
+        checks.check_state(state, TrackChangesState)
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )

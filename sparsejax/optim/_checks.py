@@ -1,7 +1,7 @@
 """Argument checks for transformations."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._rows import is_quantized, is_selected_rows
-from sparsejax.optim._lazy import trees
+from sparsejax.optim import _trees as trees
 
 
 def is_transformation(x: Any) -> bool:
@@ -33,13 +33,34 @@ def check_transformation(call: str, tx: Any, example: str, hint: str = "") -> No
     )
 
 
-def check_state(call: str, state: Any, kind: Any) -> None:
-    """Raises a TypeError unless `state` has the fields of `kind`."""
-    if not all(hasattr(state, field) for field in kind._fields):
+def check_state(state: Any, expected: Any) -> None:
+    """Raises a TypeError if a state has lost its types, as in some checkpoints.
+
+    Args:
+      state: the state of a transformation.
+      expected: the type of the state, a NamedTuple; or what `tx.init` returns, as
+        arrays or ShapeDtypeStructs, to check the states inside too.
+    """
+    kind = expected if isinstance(expected, type) else type(expected)
+    fields = getattr(kind, "_fields", None)
+    if fields is not None:
+        fits = set(fields) <= set(getattr(state, "_fields", ()))
+    elif kind is tuple:
+        fits = isinstance(state, tuple) and len(state) == len(expected)
+    else:
+        fits = not isinstance(expected, Mapping) or isinstance(state, Mapping)
+    if not fits:
         raise TypeError(
-            f"{call}: state must be one that this transformation returned, got "
-            f"{_arguments.kind_of(state)}."
+            f"The optimizer state has a {type(state).__name__} in place of a "
+            f"{kind.__name__}. Pass the state of this transformation; a checkpoint "
+            "keeps its types if you restore into tx.init(params)."
         )
+    if isinstance(expected, tuple):
+        for part, kind in zip(state, expected):
+            check_state(part, kind)
+    elif isinstance(expected, Mapping):
+        for key in expected.keys() & state.keys():
+            check_state(state[key], expected[key])
 
 
 def check_state_rows(
