@@ -455,9 +455,10 @@ class CachedTable:
         queue, owner = self._table.queue, object()
 
         def prepare(batch):
-            if depth:
-                self._staging.announce(self._as_ids(call, ids_of(batch)), owner)
-            return (batch,)
+            if not depth:
+                return batch, None
+            ids = self._as_ids(call, ids_of(batch))
+            return batch, self._staging.announce(ids, owner)
 
         ahead = ReadAhead(batches, prepare)
         is_exiting = sys.is_finalizing  # when it is true, modules may be gone
@@ -470,7 +471,10 @@ class CachedTable:
                 if head is ReadAhead.END:
                     break
                 ahead.fill(depth)
-                yield head[0]
+                batch, entry = head
+                yield batch
+                if entry is not None:
+                    self._staging.withdraw(entry)
         finally:
             if not is_exiting():
                 self._prefetching -= 1

@@ -263,7 +263,7 @@ def _check_tables(
         )
     for name, description in found.items():
         table = tables[name]
-        fields = ["shape", "dtype", "given", "initialized", "keyed"]
+        fields = ["shape", "dtype", "given", "keyed"]
         fields += ["key"] * (table.initializer is not None)
         fields += ["state"] * header["state"]
         here = table.description()

@@ -27,7 +27,7 @@ DESCRIPTION = {
     "dtype": str,
     "state": [{"name": str, "shape": [int], "dtype": str, "by_row": bool}],
     "given": bool,
-    "initialized": bool,
+    "first": [float],
     "key": {"impl": str, "data": [int]},
     "step?": int,
     "keyed?": bool,
@@ -46,7 +46,7 @@ def describe(
     key: dict[str, Any],
     *,
     given: bool,
-    initialized: bool,
+    first: list[float],
     keyed: bool = False,
 ) -> dict[str, Any]:
     """The description of a table, ready for JSON.
@@ -56,7 +56,8 @@ def describe(
       optimizer: or None.
       key: of the initializer, from `encode_key`.
       given: True if the weights of all rows were given as an array.
-      initialized: True if there is an initializer.
+      first: the values with which row 0 starts, from `first_values`; by them a file of
+        another initializer is found.
       keyed: True if the rows belong to keys; otherwise the field is left out.
     """
     leaves = []
@@ -77,7 +78,7 @@ def describe(
         "dtype": np.dtype(dtype).name,
         "state": leaves,
         "given": given,
-        "initialized": initialized,
+        "first": first,
         "key": key,
     } | ({"keyed": True} if keyed else {})
 
@@ -99,6 +100,22 @@ def check_same(
                 f"but {_show(there)} in {path}. Call init with the same "
                 "arguments as when the file was made, or use another file."
             )
+    same_start = np.shape(expected["first"]) == np.shape(
+        found["first"]
+    ) and np.allclose(
+        expected["first"], found["first"], rtol=1e-3, atol=1e-6, equal_nan=True
+    )
+    if not same_start:
+        raise ValueError(
+            f"{call}: row 0 of table {name!r} starts as {_show_row(expected)} here, "
+            f"but as {_show_row(found)} in {path}, so its rows had another "
+            "initializer. Call init with the initializer with which the file was made."
+        )
+
+
+def _show_row(description: dict[str, Any]) -> str:
+    values = ", ".join(f"{x:.3g}" for x in description["first"])
+    return f"[{values}]" if values else "zeros, without an initializer"
 
 
 def _show(value: Any) -> str:

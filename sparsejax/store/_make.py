@@ -20,7 +20,7 @@ from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested_rows import check_not_traced
-from sparsejax.store._table import Table, arrays_of
+from sparsejax.store._table import Table, arrays_of, first_values
 
 
 _CALL = "sparsejax.store.KVStore.init"
@@ -89,7 +89,7 @@ def make_table(
             array = array[owners.ids(np.arange(owners.own_height))]
         if path is not None:
             path = own_path(path, process, count)
-    optimizer = None if tx is None else Optimizer(tx, shape, dtype)
+    optimizer = None if tx is None else Optimizer(tx, shape, dtype, name)
     initial = {} if array is None else {0: array}
     if optimizer is not None:
         _, rest = optimizer.init(np.zeros((1, *shape[1:]), dtype))
@@ -107,7 +107,7 @@ def make_table(
             optimizer,
             key,
             given=given,
-            initialized=bool(initializer),
+            first=first_values(initializer, shape[1:], dtype, key),
             keyed=keyed,
         )
         memory = MappedFile(path, specs, initial, header, name)

@@ -11,6 +11,7 @@ import mmap
 import os
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, BinaryIO
 
@@ -24,6 +25,14 @@ MAGIC = b"sparsejax table 2\n"
 _INIT = "sparsejax.store.KVStore.init"
 _HEADER = _format.DESCRIPTION | {"start": int, "loading?": bool, "journal?": str}
 _PAGE = 4096
+# Only pages that are written count against the memory of the machine, so that a table
+# may be larger. Python 3.11 and 3.12 do not name Linux's MAP_NORESERVE.
+_UNRESERVED: dict[str, Any] = {}
+if sys.platform == "linux":
+    flags = (
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 1 << 14)
+    )
+    _UNRESERVED = {"flags": flags}
 _LARGE = 1 << 20
 
 
@@ -198,7 +207,7 @@ def _read_header(
             "or applied changes to it stopped before the end. Delete the file, call "
             "init again, and then load."
         )
-    fields = "shape", "dtype", "state", "initialized", "key", "keyed"
+    fields = "shape", "dtype", "state", "key", "keyed"
     _format.check_same(_INIT, path, name, found, header, fields)
     if found["start"] % _PAGE or found["start"] < file.tell():
         raise ValueError(
@@ -251,7 +260,14 @@ def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     size = math.prod(shape) * np.dtype(dtype).itemsize
     if size < _LARGE:
         return np.zeros(shape, dtype)
-    memory = mmap.mmap(-1, size)
+    try:
+        memory = mmap.mmap(-1, size, **_UNRESERVED)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"sparsejax.store: the system has no {size} bytes of memory for an array "
+            f"of shape {list(shape)} ({error}). Pass KVStore.init path=, to keep the "
+            "table in a file."
+        ) from error
     _advise(memory, "MADV_NOHUGEPAGE")
     return np.frombuffer(memory, dtype).reshape(shape)
 

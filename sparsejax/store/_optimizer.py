@@ -21,6 +21,7 @@ from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import callables, state_leaves
 from sparsejax.optim._lazy.lazy import lazy
 from sparsejax.optim._optimizers.ema import EmaState
+from sparsejax.store._requested_rows import MIN_CAPACITY
 
 
 def is_ema_state(x: Any) -> bool:
@@ -50,13 +51,16 @@ class Optimizer:
       tx: an optax transformation, bare or lifted by `lazy`.
       shape: of the table.
       dtype: of the table.
+      name: of the table.
 
     Raises:
-      TypeError, ValueError: from `lazy`, for a transformation that it cannot lift.
+      TypeError, ValueError: from `lazy`, for a transformation that it cannot lift; `tx`
+        decides by the path of a parameter.
     """
 
-    def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any):
+    def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any, name: str):
         spec, leaf = jax.ShapeDtypeStruct(shape, dtype), jax.tree.structure(0)
+        _check_without_path(tx, spec, name)
         tx = callables.resolve(tx, leaf, (spec,))
         self._programs = _programs(tx)
         self._programs.check(spec)
@@ -113,6 +117,41 @@ class Optimizer:
             arguments = jax.device_put(arguments, device)
             new = self._programs.update(self._layout, *arguments)
         return jax.tree.map(np.asarray, new)
+
+
+def _check_without_path(tx: Any, spec: Any, name: str) -> None:
+    """Raises unless `tx` does the same for a table as for a tree with its name.
+
+    The store gives `tx` the table alone, so a mask or label function sees no path.
+    """
+    rng = np.random.default_rng(0)
+    shape = (MIN_CAPACITY, *spec.shape[1:])
+    weights, grads = (rng.standard_normal(shape).astype(spec.dtype) for _ in range(2))
+
+    def step(wrap):
+        of_wrapped = callables.resolve(tx, jax.tree.structure(wrap(0)), (spec,))
+        if of_wrapped is tx:  # it holds no function of the parameters
+            return None
+        p, g = wrap(jnp.asarray(weights)), wrap(jnp.asarray(grads))
+        updates, state = of_wrapped.update(g, of_wrapped.init(p), p)
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves((updates, state))]
+
+    with on_host():
+        try:
+            named = step(lambda x: {name: x})
+        except Exception:  # its functions are for a table alone
+            return
+        try:
+            is_same = step(lambda x: x) == named
+        except (AttributeError, LookupError, TypeError, ValueError):
+            is_same = False
+    if not is_same:
+        raise ValueError(
+            f"sparsejax.store: tx of table {name!r} has a mask or label function that "
+            f"decides by path: for {{{name!r}: table}} it does something else than for "
+            "the table alone, which is all that a store gives it. Pass the "
+            "transformation that the function chooses for this table."
+        )
 
 
 class _Layout(NamedTuple):

@@ -273,10 +273,10 @@ def _checked_descriptions(
         )
     expected = file.tell()
     for name, description in found.items():
-        fields = "shape", "dtype", "state", "initialized", "keyed"
-        here = tables[name].description()
-        _format.check_same(_LOAD, path, name, description, here, fields)
+        fields = "shape", "dtype", "state", "keyed"
         _check_key(path, name, description["key"])
+        here = tables[name].description(description["key"])
+        _format.check_same(_LOAD, path, name, description, here, fields)
         if tables[name].keys is not None and "keys" not in description:
             raise ValueError(
                 f"{_LOAD}: {path} is damaged: it has no keys of table {name!r}. "

@@ -101,7 +101,7 @@ class Staging:
 
     # -- a step -----------------------------------------------------------------------
 
-    def announce(self, ids: np.ndarray, owner: object) -> None:
+    def announce(self, ids: np.ndarray, owner: object) -> _Announced:
         """Stages a batch in the store's queue."""
         entry = _Announced(ids, owner)
         with self._lock:
@@ -114,6 +114,19 @@ class Staging:
                 self._stage_announced(entry)
 
         entry.done = self._table.queue.submit(work)
+        return entry
+
+    def withdraw(self, entry: _Announced) -> None:
+        """Forgets a batch that was skipped, with the rows that were read for it."""
+
+        def work():
+            with self._lock:
+                is_skipped = entry in self._announced
+            if is_skipped:
+                with self.undone():
+                    self._announced.remove(entry)
+
+        self._table.queue.submit(work)
 
     def take(self, ids: np.ndarray) -> Staged:
         """The staged batch of these ids, with the current rows."""

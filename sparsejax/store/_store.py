@@ -185,7 +185,7 @@ class KVStore:
             `sparsejax.optim.lazy`; None for a table that is only read.
           path: of a memory-mapped file for weights and state, which outlives the
             process. An existing file is opened, and must have this shape, dtype,
-            optimizer state and key. With several processes, `.0-of-2`, `.1-of-2` and so
+            optimizer state, initializer and key. With several processes, `.0-of-2`, `.1-of-2` and so
             on are appended.
 
             The system writes changes to the file at any time; `flush` waits for the
@@ -207,7 +207,9 @@ class KVStore:
 
         Raises:
           TypeError, ValueError: a wrong argument; `tx` is not row-separable (the
-            message names the part); the file of another table.
+            message names the part), or decides by the path of a parameter; the file of
+            another table.
+          MemoryError: the system has not enough memory; a file needs less.
           RuntimeError: the file is in use by another store.
           OSError: the disk has less free space than the whole file may need.
         """

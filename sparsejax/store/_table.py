@@ -126,6 +126,7 @@ class Table:
         self.whole_shape = (owners.height, *shape[1:])  # of all processes
         self.optimizer, self.initializer = optimizer, initializer
         self.key, self.given, self.memory = key, given, memory
+        self.first = first_values(initializer, shape[1:], dtype, key)
         self.queue, self.owners, self.history = queue, owners, history
         self.forget_changes()
         self.in_flight: list[EarlyRows] = []
@@ -175,16 +176,23 @@ class Table:
             push_seconds=self.push_seconds,
         )
 
-    def description(self) -> dict[str, Any]:
-        """The description of the table that its files begin with."""
+    def description(self, key: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The description of the table that its files begin with.
+
+        Args:
+          key: another key of the initializer than the table's own.
+        """
+        first = self.first
+        if key is not None:
+            first = first_values(self.initializer, self.shape[1:], self.dtype, key)
         step = {} if self.flushed_step is None else {"step": self.flushed_step}
         return step | _format.describe(
             self.shape,
             self.dtype,
             self.optimizer,
-            self.key,
+            key or self.key,
             given=self.given,
-            initialized=self.initializer is not None,
+            first=first,
             keyed=self.keys is not None,
         )
 
@@ -422,6 +430,8 @@ class Table:
 
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
         """Changes the description of the table, also in its mapped file."""
+        if key != self.key:
+            self.first = first_values(self.initializer, self.shape[1:], self.dtype, key)
         self.key, self.given = key, given
         marks: dict[str, Any] = {"loading": True} if self.is_loading else {}
         if self.journal is not None:
@@ -468,6 +478,21 @@ def arrays_of(
         specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
     keys = specs_of_keys(shape[0]) if keyed else []
     return [*(jax.ShapeDtypeStruct(*spec) for spec in specs), *keys]
+
+
+def first_values(
+    initializer: Callable | None, row: tuple[int, ...], dtype: Any, key: dict[str, Any]
+) -> list[float]:
+    """The first values of row 0 when it starts; none without an initializer."""
+    if initializer is None:
+        return []
+    ids = np.zeros((MIN_CAPACITY,), np.uint32)
+    with on_host():
+        made = _first_rows(
+            initializer, (1, *row), np.dtype(dtype), _format.decode_key(key), ids
+        )
+    flat = np.asarray(made[0]).reshape(-1)[:8]
+    return np.real(flat).astype(np.float64).tolist()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

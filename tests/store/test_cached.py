@@ -361,6 +361,20 @@ def test_rows_are_read_while_the_step_runs():
     assert not workers()
 
 
+def test_batches_that_are_skipped_are_forgotten():
+    store = new_store("sgd")
+    cache = sj.store.CachedTable(store, "items", SLOTS)
+    params, state = attached("sgd", cache)
+    batches = [np.arange(k, k + 8) for k in range(40)]
+    for k, ids in enumerate(cache.prefetch(batches, lambda ids: ids, depth=2)):
+        store.stats()
+        assert len(cache._staging._announced) <= 3
+        assert len(store._tables["items"].in_flight) <= 3
+        if k % 7 == 0:
+            params, state, slots = cache.prepare(ids, params, state)
+            assert slots.shape == ids.shape
+
+
 # ------------------------------------------------------------------ slots
 
 

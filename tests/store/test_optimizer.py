@@ -25,7 +25,7 @@ V, D, C = 5000, 16, 4096
 @functools.cache
 def compiled_step(name):
     tx = {"adam": optax.adam(0.1), "adagrad": optax.adagrad(0.1)}[name]
-    optimizer = Optimizer(tx, (V, D), np.float32)
+    optimizer = Optimizer(tx, (V, D), np.float32, "t")
     rows = np.ones((C, D), np.float32)
     arguments = (
         rows,
@@ -102,7 +102,7 @@ def test_rows_that_were_handed_out_are_not_written_to():
 def test_a_mask_by_shape_is_of_the_whole_table(lift):
     is_whole: Any = lambda table: table.shape == (V, D)
     tx = optax.masked(optax.sgd(1.0, momentum=0.9), is_whole)
-    optimizer = Optimizer(lift(tx), (V, D), np.float32)
+    optimizer = Optimizer(lift(tx), (V, D), np.float32, "t")
     rows = np.ones((8, D), np.float32)
     trace, _ = optimizer.init(rows)
     assert optimizer.by_row == (True,)

@@ -390,7 +390,7 @@ SPECS = [jax.ShapeDtypeStruct((V, D), np.float32), jax.ShapeDtypeStruct((V,), np
 
 def describe():
     key = {"impl": "threefry2x32", "data": [0, 0]}
-    options = {"given": False, "initialized": False}
+    options = {"given": False, "first": []}
     return _format.describe((V, D), np.float32, None, key, **options)
 
 
@@ -640,7 +640,8 @@ def test_a_saved_key_that_starts_no_row(tmp_path, key):
         ({"dtype": np.float16}, "has dtype float16 here, but float32"),
         ({"tx": optax.sgd(0.1)}, r"has state of no arrays here, but .*mu"),
         ({"key": 5}, "has key"),
-        ({"initializer": None}, "has initialized False here, but True"),
+        ({"initializer": None}, "starts as zeros, without an initializer here, but"),
+        ({"initializer": jax.nn.initializers.normal(0.2)}, "had another initializer"),
     ],
 )
 def test_a_file_of_another_table_is_refused(tmp_path, change, message):
@@ -654,6 +655,31 @@ def test_a_file_of_another_table_is_refused(tmp_path, change, message):
                     store.init("t", shape, tx, path=tmp_path / "table", **given)
             else:
                 store.init("t", shape, tx, path=tmp_path / "table", **given)
+
+
+def test_a_save_of_another_initializer_is_refused(tmp_path):
+    make = jax.nn.initializers.normal
+    with sj.store.KVStore() as store:
+        store.init("t", (V, D), TX, initializer=make(0.1), key=3)
+        store.save(tmp_path / "saved")
+        store.export_changes(tmp_path / "changes", since=0)
+    for initializer in (make(0.2), jax.nn.initializers.uniform(0.1), None):
+        with sj.store.KVStore() as store:
+            store.init("t", (V, D), TX, initializer=initializer, key=3)
+            with pytest.raises(ValueError, match="had another initializer"):
+                store.load(tmp_path / "saved")
+            with pytest.raises(ValueError, match="had another initializer"):
+                store.apply_changes(tmp_path / "changes")
+
+
+def test_a_table_larger_than_the_memory():
+    """Rows that are not touched cost nothing; a refusal names the way out."""
+    with sj.store.KVStore() as store:
+        store.init("t", (1 << 30, 64), sj.optim.rowwise_adagrad(0.1))
+        store.pull("t", [3, 1 << 29])
+        assert store.stats()["t"].touched_rows == 2
+        with pytest.raises(MemoryError, match="path="):
+            store.init("u", ((1 << 31) - 2, 1 << 20), None)
 
 
 def test_a_mapped_file_larger_than_the_disk(tmp_path, monkeypatch):

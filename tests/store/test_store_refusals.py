@@ -150,3 +150,22 @@ def test_what_assign_refuses():
     with pytest.raises(KeyError, match="assign: there is no table 'v'"):
         store.assign("v", grad())
     assert_same_bits(store.pull_all("w"), before)
+
+
+def by_path(**txs: Any):
+    """The transformation of each parameter, by the name of its path."""
+    name = lambda path, leaf: path[0].key if path else "other"
+    return optax.partition(txs, lambda p: jax.tree.map_with_path(name, p))
+
+
+def test_a_function_that_decides_by_path_is_refused():
+    """A store's transformation sees its table alone, without a path."""
+    txs = {"w": optax.sgd(0.1), "other": optax.sgd(0.2)}
+    with pytest.raises(ValueError, match="'w' has a mask or label .* by path"):
+        new_store(by_path(**txs))
+    new_store(by_path(w=txs["w"], other=txs["w"]))  # the same for every path
+    raises = lambda p: jax.tree.map_with_path(lambda path, x: path[0].key, p)
+    with pytest.raises(ValueError, match="by path"):
+        new_store(optax.partition(txs, raises))
+    by_rank = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
+    new_store(optax.masked(optax.add_decayed_weights(0.1), by_rank))

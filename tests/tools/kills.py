@@ -84,7 +84,7 @@ def _specs():
 
 def _header():
     key = {"impl": "threefry2x32", "data": [0, 0]}
-    options = {"given": False, "initialized": False}
+    options = {"given": False, "first": []}
     return _format.describe((V, D), np.float32, None, key, **options)
 
 
