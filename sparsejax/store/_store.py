@@ -185,8 +185,8 @@ class KVStore:
             `sparsejax.optim.lazy`; None for a table that is only read.
           path: of a memory-mapped file for weights and state, which outlives the
             process. An existing file is opened, and must have this shape, dtype,
-            optimizer state, initializer and key. With several processes, `.0-of-2`, `.1-of-2` and so
-            on are appended.
+            optimizer state, initializer and key. With several processes, `.0-of-2`,
+            `.1-of-2` and so on are appended.
 
             The system writes changes to the file at any time; `flush` waits for the
             disk. If the process is killed during a push, any part of that push may be
