@@ -79,9 +79,9 @@ class Recorded(Golden):
 
     def __init__(self, name: str, golden: str = "", hidden: tuple[str, ...] = ()):
         super().__init__(golden or name)
-        self.page = (
-            pages.DOCS if name in ON_THE_SITE else TESTS / "docs"
-        ) / f"{name}.md"
+        folder = pages.DOCS if name in ON_THE_SITE else TESTS / "docs"
+        self.page = folder / f"{name}.md"
+        self.more = TESTS / "docs" / f"{name}_rows.md"  # not on the site
         self.checked: dict[str, Any] = {}
         self.rows = [
             cells
@@ -98,8 +98,8 @@ class Recorded(Golden):
     def tables(self):
         """(section, cells) of every row of the page's tables."""
         section, header = "", True
-        more = TESTS / "docs" / f"{self.page.stem}_rows.md"  # not on the site
-        text = self.page.read_text() + (more.read_text() if more.exists() else "")
+        more = self.more.read_text() if self.more.exists() else ""
+        text = self.page.read_text() + more
         for line in text.splitlines():
             if line.startswith("## "):
                 section = line[3:]
@@ -112,12 +112,13 @@ class Recorded(Golden):
 
     @functools.cached_property
     def blocks(self) -> dict[str, Any]:
-        """The names that the page's code blocks define.
+        """The names that the code blocks of the page and of its other rows define.
 
         A test must not run the blocks for the first time inside a trace.
         """
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return pages.run_page(self.page)
+            names = pages.run_page(self.page)
+            return pages.run_page(self.more, **names) if self.more.exists() else names
 
     def run(self, key: str, /, **names: Any) -> Any:
         """The value of the cell of `key`."""
