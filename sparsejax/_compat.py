@@ -194,12 +194,6 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
     return lax.all_gather(x, axes, tiled=True, to=to)
 
 
-def explicit_spec(x: Any) -> tuple[Any, ...]:
-    """How `x` is sharded over explicit mesh axes: a PartitionSpec's parts, or ()."""
-    spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
-    return spec if any(part is not None for part in spec) else ()
-
-
 def has_mesh(x: Any) -> bool:
     """Returns True if the type of `x`, an array or a type, is sharded or varying."""
     aval = x if isinstance(x, _core.AbstractValue) else jax.typeof(x)

@@ -12,13 +12,14 @@ from sparsejax import _compat
 
 # Elementwise functions of one array of numbers, with static parameters only.
 UNARY = frozenset(
-    "abs acos acosh asin asinh atan atanh cbrt ceil convert_element_type cos cosh erf "
-    "erf_inv erfc exp exp2 expm1 floor integer_pow is_finite log log1p logistic name "
-    "neg reduce_precision round rsqrt sign sin sinh sqrt square tan tanh".split()
+    "abs acos acosh asin asinh atan atanh cbrt ceil conj convert_element_type cos "
+    "cosh erf erf_inv erfc exp exp2 expm1 floor imag integer_pow is_finite log log1p "
+    "logistic name neg real reduce_precision round rsqrt sign sin sinh sqrt square "
+    "tan tanh".split()
 )
 
 # Elementwise functions of two arrays with a derivative in each.
-ARITHMETIC = frozenset("add atan2 div max min mul pow rem sub".split())
+ARITHMETIC = frozenset("add atan2 complex div max min mul pow rem sub".split())
 
 # All elementwise functions: an element of the output depends on that of each input.
 ELEMENTWISE = (

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _mesh
 
 
 def in_range(ids: jax.Array, height: int) -> jax.Array:
@@ -96,8 +96,8 @@ def sharded_like_ids(
       *rest: arrays or None.
       ndim: how many axes of the result are axes of `ids`, the first ones.
     """
-    spec = _compat.explicit_spec(ids)
-    if not spec or any(map(_compat.explicit_spec, jax.tree.leaves(table))):
+    spec = _mesh.explicit_spec(ids)
+    if not spec or any(map(_mesh.explicit_spec, jax.tree.leaves(table))):
         return read(table, ids, *rest)
     mesh = jax.typeof(ids).sharding.mesh
     out = NamedSharding(mesh, PartitionSpec(*spec[:ndim]))

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from sparsejax import _compat
 from sparsejax._lookup import embedding_bag as _bag
+from sparsejax._mesh import explicit_spec, replicate
 from sparsejax._rows import indexing
 from sparsejax._segments.reduce.sums import segment_sum
 from sparsejax.parallel._exchange import Owners
-from sparsejax.transform.table import replicate
 
 
 _SUMS = ("sum", "mean", "sqrtn")
@@ -52,7 +51,7 @@ def reduce_bags(
 
     # Pad so that every device gets the same number of bags, or elements.
     count = ids.shape[0]
-    spec = _compat.explicit_spec(ids)[: 2 if combiner == "none" else 1]
+    spec = explicit_spec(ids)[: 2 if combiner == "none" else 1]
     ids, skip = pad_examples(owners, ids, -1), pad_examples(owners, skip, True)
     weights = None if weights is None else pad_examples(owners, weights, 0)
     rows = read_rows(ids, skip)

@@ -23,9 +23,10 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup as _lookup
+from sparsejax._mesh import explicit_spec, replicate, reshard
 from sparsejax._rows import indexing, read_row_table, reduce_row_table
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel import _bags, _exchange
@@ -34,7 +35,7 @@ from sparsejax.parallel._rows import ShardedRows, concatenate
 from sparsejax.parallel._table import ShardedTable, constrain, sharded_table_p
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.plan import DensifyError
-from sparsejax.transform.table import RowReader, TableRef, replicate, reshard
+from sparsejax.transform.table import RowReader, TableRef
 
 
 _MEASURE = "sparsejax.parallel.measure_capacity"
@@ -301,7 +302,7 @@ def _like_ids(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
     shape = (*ids.shape, *rows.shape[1:])
     if not owners.is_explicit:
         return rows if rows.shape == shape else rows[: ids.size].reshape(shape)
-    spec = _compat.explicit_spec(ids)
+    spec = explicit_spec(ids)
     spec += (None,) * (len(shape) - len(spec))
     sharding = owners.sharding(PartitionSpec(*spec))
     if rows.shape[0] == ids.size:
@@ -320,7 +321,7 @@ def _shard_ids(owners: Owners, none: int, ids: jax.Array) -> jax.Array:
     """
     padding = -ids.size % owners.devices
     batch = owners.sharding(owners.batch_spec)
-    if _compat.explicit_spec(ids) and not padding:
+    if explicit_spec(ids) and not padding:
         return lax.reshape(ids, (ids.size,), out_sharding=batch)
     ids = replicate(ids).reshape(-1)  # a few ids, not rows
     if padding:
@@ -420,7 +421,7 @@ def _read_rule(
     spec, transpose = (), lambda cotangent: cotangent
     if batched:
         # Explicit sharding keeps the batch and the ids from becoming one axis.
-        spec, transpose = _compat.explicit_spec(rows), replicate
+        spec, transpose = explicit_spec(rows), replicate
         rows, positions = (replicate(x) if spec else x for x in (rows, positions))
     rows = ctx.combine(ref, positions, rows, transpose, kind=kind)
     rows = reshard(rows, spec, kind.owners.mesh)

@@ -30,11 +30,11 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, TableLike
+from sparsejax._mesh import explicit_spec, replicate, reshard
 from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.parallel._forward import forward
 from sparsejax.parallel._layout import LAYOUTS, Block, Layout, TableWise
-from sparsejax.transform.table import replicate, reshard
 from sparsejax.transform.trace import makes_views
 
 
@@ -282,7 +282,7 @@ class ShardedTable(RowTable):
         ids = _arguments.as_ids(call, ids, self.height)
         named = indexing.in_range(ids, self.height)
         ids = ids.astype(_arguments.index_dtype(length, ids.dtype))
-        spec = () if self.layout.is_arithmetic else _compat.explicit_spec(ids)
+        spec = () if self.layout.is_arithmetic else explicit_spec(ids)
         # Over Explicit axes JAX cannot gather by sharded indices.
         ids = replicate(ids) if spec else ids
         found = self.layout.position(ids, self.height, self.num_shards)

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup.top_k import Search
+from sparsejax._mesh import replicate
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
 from sparsejax.parallel._table import ShardedTable, shard_rows
-from sparsejax.transform.table import replicate
 
 
 _CALL = "sparsejax.parallel.top_k"

@@ -137,6 +137,7 @@ def _lines(x: Any, leaf: LeafExplanation | None) -> list[tuple[str, ...]]:
     kind, share, notes = "dense", "-", ["not by sparsejax.value_and_grad"]
     if leaf is not None:
         notes = [f"{rows} at {where}" for rows, where in leaf.reads]
+        notes = notes or ["not read"] * leaf.sparse
         if not leaf.sparse:
             notes = [f"not sparse: {leaf.reason}"] + [f"reads {note}" for note in notes]
         kind = "sparse" if leaf.sparse else kind

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _compat, _mesh
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, with_slots
 from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
-from sparsejax.transform.table import on_mesh, replicate
 from sparsejax.transform.trace import Leaf, check_fun, observer, trace_call
 
 
@@ -337,9 +336,9 @@ def _package(
         return SelectedRows(rows, jnp.zeros((0, *row), dtype), height, stack)
     if all(site.kind for site in sites):
         return sites[0].kind.package(row, dtype, ids, cotangents, sites)
-    all_rows = [replicate(i).reshape(-1) for i in ids]
+    all_rows = [_mesh.replicate(i).reshape(-1) for i in ids]
     all_values = [
-        indexing.merge_axes(replicate(c), c.ndim - len(row)) for c in cotangents
+        indexing.merge_axes(_mesh.replicate(c), c.ndim - len(row)) for c in cotangents
     ]
     rows, values = (
         jnp.concatenate(x) if len(x) > 1 else x[0] for x in (all_rows, all_values)
@@ -347,6 +346,6 @@ def _package(
     mesh = jax.typeof(leaf.value).sharding.mesh
     if AxisType.Explicit in mesh.axis_types and not _compat.has_mesh(rows):
         # A conditional's rows have no mesh; XLA would choose how they leave `jit`.
-        rows, values = on_mesh(rows, mesh), on_mesh(values, mesh)
+        rows, values = _mesh.on_mesh(rows, mesh), _mesh.on_mesh(values, mesh)
     values = indexing.zero_unless(indexing.in_range(rows, height), values)
     return SelectedRows(rows, values, height, stack)

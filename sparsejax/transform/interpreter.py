@@ -49,14 +49,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _compat, _mesh
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
 from sparsejax.transform.liveness import Liveness, Registry
 from sparsejax.transform.table import (
     TableRef,
     drop_cotangents,
-    on_mesh,
     plant,
     plant_combined,
 )
@@ -441,7 +440,7 @@ class RuleContext:
         """
         if not any(self.live) or ref.stopped or not ids.size:
             return out  # the loss is not differentiated through this read
-        axes, spec = _compat.varying_axes(out), _compat.explicit_spec(out)
+        axes, spec = _compat.varying_axes(out), _mesh.explicit_spec(out)
         mesh = jax.typeof(out).sharding.mesh if spec else None
         row = math.prod(ref.array.shape[1:])
         per_output = ids.size * row / out.size if out.size else 1
@@ -454,8 +453,8 @@ class RuleContext:
         (delta,) = self.reads.take(1)
         ids = jnp.where(counts, ids, _arguments.scalar(ref.array.shape[0], ids))
         if ref.mesh is not None:
-            ids, here = on_mesh(ids, ref.mesh), jax.typeof(out).sharding.mesh
-            delta = on_mesh(delta, here)
+            ids, here = _mesh.on_mesh(ids, ref.mesh), jax.typeof(out).sharding.mesh
+            delta = _mesh.on_mesh(delta, here)
         self.reads.add([site], [ids])
         if transpose is None:
             return plant(out, delta)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _compat, _mesh
 from sparsejax._rows import SelectedRows
 from sparsejax.transform import rules
 from sparsejax.transform.interpreter import (
@@ -31,7 +31,7 @@ from sparsejax.transform.interpreter import (
     walk,
 )
 from sparsejax.transform.liveness import Liveness
-from sparsejax.transform.table import TableRef, reshard
+from sparsejax.transform.table import TableRef
 from sparsejax.transform.trace import Call, Leaf
 
 
@@ -40,6 +40,10 @@ del rules  # imported for the rules that it registers
 # Measured on CPU, optimizers from SGD to Adam: up to half of the rows, a sparse step
 # never took more than 1.05 times as long as a dense one. See benchmarks/NOTES.md.
 MAX_FRACTION = 0.5
+
+# A leaf with more rows that is not read gets no rows, not zeros: an optimizer would
+# walk them all.
+_MAX_UNREAD_ROWS = 10_000
 
 
 class DensifyError(NotImplementedError):
@@ -96,7 +100,9 @@ class Plan:
             leaf = leaves[site.table]
             zeros = jnp.zeros(site.lead + leaf.row_shape, jnp.result_type(leaf.value))
             deltas.append(
-                reshard(_compat.to_varying(zeros, site.axes), site.spec, site.mesh)
+                _mesh.reshard(
+                    _compat.to_varying(zeros, site.axes), site.spec, site.mesh
+                )
             )
         return deltas
 
@@ -281,6 +287,8 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
     elif leaf.required:
         return True
     elif not leaf.sites:
+        if leaf.height > _MAX_UNREAD_ROWS:
+            return True
         leaf.reason = "no differentiated read"
     elif all(site.kind for site in leaf.sites):
         return True

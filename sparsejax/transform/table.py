@@ -9,7 +9,6 @@ is computed until rows are read; then these steps are applied to the rows read.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -20,9 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _compat, _mesh
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
@@ -209,7 +207,7 @@ class TableRef:
         if self.reader is not None:
             self.reader.refuse(self, "the function returns a table")
         rows, axes = self.array, self.row_axes
-        with _mesh_of(rows):  # an equation that makes axes Auto has another one
+        with _mesh.mesh_of(rows):  # an equation that makes axes Auto has another one
             if self.first is not None:
                 rows = lax.dynamic_slice_in_dim(rows, self.first, self.height)
             rows = self.view(rows)
@@ -312,31 +310,3 @@ _drop_cotangents_p = _compat.multilinear_primitive(
     _drop_batch,
     types=lambda x, keep: [(x.shape, x.dtype)],
 )
-
-
-def replicate(x: jax.Array) -> jax.Array:
-    """`x` on every device, if explicit mesh axes shard it."""
-    spec = _compat.explicit_spec(x)
-    return reshard(x, (None,) * len(spec), jax.typeof(x).sharding.mesh)
-
-
-def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
-    """`x` sharded as `spec` over explicit mesh axes; as it is for an empty `spec`."""
-    return (
-        jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
-        if spec
-        else x
-    )
-
-
-def on_mesh(x: jax.Array, mesh: Any) -> jax.Array:
-    """`x` on every device of `mesh`, whose axes may be of another type."""
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
-
-
-def _mesh_of(x: jax.Array) -> contextlib.AbstractContextManager:
-    """The mesh in the type of `x`, for operations on `x`."""
-    if not _compat.has_mesh(x):
-        return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)

@@ -158,6 +158,35 @@ def test_a_step_that_reads_where_explicit_axes_are_auto(read):
     assert memory.temp_size_in_bytes < table.nbytes
 
 
+@pytest.mark.parametrize("inside", [True, False], ids=["in the loss", "argument"])
+def test_a_table_whose_cotangents_are_unreduced(inside):
+    """Each device has the table, and JAX sums gradients over `x` later."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    if not hasattr(P(), "reduced"):
+        pytest.skip("this release has no reduced axes")
+    spec = P(None, None, reduced={"x"})
+
+    def loss(t, ids):
+        whole = jax.sharding.reshard(t, spec) if inside else t
+        return jnp.sum(jnp.sin(2.0 * whole.at[ids].get(out_sharding=P("x"))))
+
+    with jax.set_mesh(mesh):
+        t = jax.sharding.reshard(_table(), P(None, None) if inside else spec)
+        ids = jax.device_put(IDS, NamedSharding(mesh, P("x")))
+        want = jax.jit(jax.grad(loss))(t, ids)
+        g = jax.jit(sj.grad(loss))(t, ids)
+        assert isinstance(g, sj.SelectedRows) and g.capacity == IDS.size
+        np.testing.assert_allclose(
+            g.to_dense(), jax.sharding.reshard(want, P()), rtol=2e-5, atol=1e-5
+        )
+        if inside:  # JAX cannot index or update an argument with such a type
+            tx = sj.optim.lazy(optax.adam(0.1))
+            step = lambda t, state: tx.update(sj.grad(loss)(t, ids), state, t)[0]
+            moved = jax.jit(step)(t, jax.jit(tx.init)(t)).to_dense()
+            rows = np.flatnonzero(np.any(np.asarray(moved) != 0, axis=1))
+            assert rows.tolist() == np.unique(IDS).tolist()
+
+
 _CALLS = {
     "lookup": lambda t, ids: sj.lookup(t, ids, mode="zero", padding_id=3),
     "norm": lambda t, ids: sj.lookup(t, ids, mode="clip", max_norm=0.5),

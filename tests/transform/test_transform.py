@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsejax as sj
@@ -497,3 +498,40 @@ def test_pulled_rows_as_a_table():
     assert isinstance(g, sj.SelectedRows)
     np.testing.assert_array_equal(g.rows, pulled.rows)
     np.testing.assert_array_equal(g.values, [[2.0, 2.0], [4.0, 4.0], [0.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    "shape, has_rows", [((10_000, 2), False), ((10_001, 2), True), ((99_999,), False)]
+)
+def test_a_large_table_that_is_not_read_has_no_rows(shape, has_rows):
+    table, other = jnp.ones(shape), jnp.ones((2, 20_000))
+    fun = lambda p: jnp.sum(p["other"]) + jnp.sum(jax.lax.stop_gradient(p["t"]))
+    g = sj.grad(fun)({"t": table, "other": other})
+    assert isinstance(g["t"], sj.SelectedRows) == has_rows
+    assert isinstance(g["other"], jax.Array)
+    if has_rows:
+        assert g["t"].capacity == 0
+        np.testing.assert_array_equal(g["t"].to_dense(), jnp.zeros(shape))
+    dense = sj.grad(fun, tables={"t": False, "other": None})
+    assert isinstance(dense({"t": table, "other": other})["t"], jax.Array)
+    assert sj.explain(fun)({"t": table, "other": other})["p['t']"].sparse == has_rows
+
+
+def test_a_step_that_reads_one_of_two_tables_leaves_the_other():
+    tx = sj.optim.lazy(optax.adamw(0.1))
+    params = {name: jnp.ones((20_000, 2)) for name in "ab"}
+    step = functools.partial(jax.jit, static_argnums=2)(
+        lambda params, state, name: _update(tx, params, state, name)
+    )
+    params, state = step(params, tx.init(params), "a")
+    before, mu = np.array(params["a"]), np.array(state[0].mu["a"])
+    params, state = step(params, state, "b")
+    np.testing.assert_array_equal(params["a"], before)
+    np.testing.assert_array_equal(state[0].mu["a"], mu)
+    assert np.flatnonzero(np.any(params["b"] != 1, axis=1)).tolist() == [3, 7]
+
+
+def _update(tx, params, state, name):
+    loss = lambda params: jnp.sum(params[name][jnp.array([3, 7])] ** 2)
+    updates, state = tx.update(sj.grad(loss)(params), state, params)
+    return optax.apply_updates(params, updates), state

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _compat, _mesh
 from sparsejax._compat import primitives as p
 from sparsejax.transform.interpreter import (
     Reads,
@@ -21,7 +21,7 @@ from sparsejax.transform.interpreter import (
     register_rule,
 )
 from sparsejax.transform.liveness import Liveness, register_flow
-from sparsejax.transform.table import TableRef, replicate, reshard
+from sparsejax.transform.table import TableRef
 
 
 _RETURNED = "returns it whole"
@@ -195,7 +195,7 @@ def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]
         at[site.table] = start + site.num_rows
         piece = delta[start : start + site.num_rows]
         piece = piece.reshape(site.lead + delta.shape[1:])
-        pieces.append(reshard(piece, site.spec, site.mesh))
+        pieces.append(_mesh.reshard(piece, site.spec, site.mesh))
     return pieces
 
 
@@ -205,7 +205,7 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
     dtype = _arguments.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
     # Branches must also agree on the sharding over explicit mesh axes.
-    mine = [replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
+    mine = [_mesh.replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     rest = shared.num_rows - sum(i.size for i in mine)
     empty = jnp.full((rest,), height, dtype)
     mine = [_compat.to_varying(i, shared.axes) for i in (*mine, empty)]

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _compat, _primitives
+from sparsejax import _compat, _mesh, _primitives
 from sparsejax._compat import primitives as p
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.liveness import register_flow
-from sparsejax.transform.table import TableRef, on_mesh, without
+from sparsejax.transform.table import TableRef, without
 
 
 # -- one operand -----------------------------------------------------------------------
@@ -49,11 +49,12 @@ def _reshard_rule(ctx: RuleContext, ref: Any, **params: Any) -> Any:
     before, after = (v.aval.sharding for v in (*ctx.eqn.invars, *ctx.eqn.outvars))
     if before == after:
         return ref
-    moves = any(part is not None for part in (*before.spec, *after.spec))
-    moves |= any(map(_compat.explicit_spec, jax.tree.leaves(ref.operands)))
+    parts = (*_mesh.partitions(before.spec), *_mesh.partitions(after.spec))
+    moves = any(part is not None for part in parts)
+    moves |= any(map(_mesh.explicit_spec, jax.tree.leaves(ref.operands)))
     if moves or ref.reader is not None or before.mesh.empty:
         return NotImplemented
-    replicate = lambda x: on_mesh(x, after.mesh)
+    replicate = lambda x: _mesh.on_mesh(x, after.mesh)
     ref = ref.with_operands(jax.tree.map(replicate, ref.operands))
     mesh = ref.mesh or before.mesh
     return dataclasses.replace(ref, array=replicate(ref.array), mesh=mesh)
