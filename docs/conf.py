@@ -155,6 +155,21 @@ def _summaries(app, docname, source):
     source[0] = source[0][:start] + "\n".join(block) + "\n\n" + source[0][start:]
 
 
+def _navigation(app, docname, source):
+    """Makes the navigation from the tables of the home page, one part a section."""
+    if docname != root_doc:
+        return
+    trees = []
+    for section in source[0].split("\n## ")[1:]:
+        caption, _, text = section.partition("\n")
+        rows = [line for line in text.splitlines() if line.startswith("| [")]
+        pages = [re.match(r"\| \[(.*?)\]\((.*?)\)", row).groups() for row in rows]
+        entries = [f"{title} <{page}>" for title, page in pages]
+        options = [":hidden:", f":caption: {caption}", ""]
+        trees += ["```{toctree}", *options, *entries, "```", ""]
+    source[0] += "\n" + "\n".join(trees)
+
+
 def _title_first(app, docname, source):
     """A notebook's first cell, which installs, is not shown on the site."""
     if docname.startswith("notebooks/"):
@@ -171,3 +186,4 @@ def setup(app):
     app.connect("autodoc-process-docstring", _returns_have_no_type, priority=2)
     app.connect("source-read", _summaries)
     app.connect("source-read", _title_first)
+    app.connect("source-read", _navigation)
