@@ -303,6 +303,7 @@ def platform_primitive(
     reference: Callable[..., Sequence[jax.Array]],
     platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
     types: Callable[..., Sequence[tuple[Any, Any]]],
+    drop_unused: Callable[..., tuple[Sequence[bool], dict[str, Any]]] | None = None,
 ) -> Any:
     """Makes `reference` one primitive, with other lowerings on some platforms.
 
@@ -315,6 +316,8 @@ def platform_primitive(
       platforms: by platform, a function that computes the same.
       types: a function of the same arguments that returns the shapes and dtypes of the
         results.
+      drop_unused: a function `(used, **static)` of which results are used. It returns
+        which are kept, and the keywords of the call that computes only these.
 
     Returns:
       The primitive, which has multiple results.
@@ -354,6 +357,18 @@ def platform_primitive(
     )
     _ad.primitive_jvps[p] = jvp
     _batching.primitive_batchers[p] = batch
+
+    def dce(used, *args):
+        eqn = args[-1]  # after the inputs that are live, on jax 0.12
+        if not any(used):
+            return [False] * len(eqn.invars), None
+        kept, params = drop_unused(used, **eqn.params)
+        outs = [v for v, is_kept in zip(eqn.outvars, kept) if is_kept]
+        eqn = eqn.replace(params=params, outvars=outs)
+        return [True] * len(eqn.invars), eqn
+
+    if drop_unused is not None:
+        _partial_eval.dce_rules[p] = dce
     return p
 
 

@@ -64,6 +64,14 @@ class Program:
         """The same program with other constants, as in a `shard_map`."""
         return Program(self.jaxpr, consts, self._key)
 
+    def with_outputs(self, kept: Sequence[bool]) -> "Program":
+        """The same program with some of its results."""
+        if all(kept):
+            return self
+        outs = [v for v, is_kept in zip(self.jaxpr.outvars, kept) if is_kept]
+        jaxpr = self.jaxpr.replace(outvars=outs)
+        return Program(jaxpr, self.consts, (self._key, tuple(kept)))
+
     @property
     def has_branches(self) -> bool:
         """Returns True if it has conditionals."""
@@ -412,6 +420,17 @@ def _update_types(rows, at, values, count, *rest, program, num_tables, writes):
     return [*((rest[k].shape, rest[k].dtype) for k in writes), update]
 
 
+def _write_only_used(used, program, writes, **static):
+    """Leaves out tables whose new rows are not used, and keeps the update.
+
+    A loop that reads and writes a table would have to copy it, if the caller goes on
+    with the old one.
+    """
+    kept = [*used[:-1], True]
+    writes = tuple(k for k, is_kept in zip(writes, kept) if is_kept)
+    return kept, {**static, "program": program.with_outputs(kept), "writes": writes}
+
+
 def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
     out = []
     for aval, (_, axes) in zip(program.outputs, kinds):
@@ -427,7 +446,11 @@ _merge_rows_p = _compat.platform_primitive(
     _merge_types,
 )
 _update_rows_p = _compat.platform_primitive(
-    "update_rows", _update_at_once, {"cpu": _update_by_blocks}, _update_types
+    "update_rows",
+    _update_at_once,
+    {"cpu": _update_by_blocks},
+    _update_types,
+    _write_only_used,
 )
 _reduce_rows_p = _compat.platform_primitive(
     "reduce_rows", _reduce_at_once, {"cpu": _reduce_by_blocks}, _reduce_types
