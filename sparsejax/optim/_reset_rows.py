@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,6 @@ from jax import lax
 from sparsejax import _arguments
 from sparsejax._arguments import Initializer, KeyLike, PyTree
 from sparsejax._rows import (
-    SelectedRows,
     indexing,
     is_selected_rows,
     merge,
@@ -23,7 +23,11 @@ from sparsejax.optim._exact import catch_up
 from sparsejax.optim._exact.exact import ExactState
 from sparsejax.optim._lazy import callables, state_leaves, state_sharding
 from sparsejax.optim._optimizers.weight_decay import WeightDecayState
-from sparsejax.optim._wrappers.accumulate import AccumulateState, as_rows
+from sparsejax.optim._wrappers.accumulate import (
+    AccumulateState,
+    held_gradients,
+    with_held_gradients,
+)
 from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
 
@@ -107,7 +111,7 @@ def reset_rows(
     small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
     specs = tuple(map(trees.to_spec, leaves))
     tx = callables.resolve(tx, treedef, specs)
-    init = lambda params: _without_rows(tx.init(params))
+    init = lambda params: _map_accumulators(_without_buffers, tx.init(params))
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
     for i, (why, _) in follows.blocked.items():
         raise ValueError(
@@ -116,23 +120,35 @@ def reset_rows(
             "optax.partition."
         )
     heights = {i: leaves[i].shape[:1] for i in ids}
-    state = _drop_held(state, treedef, leaves, ids)
-    checks.check_state_rows(CALL, _without_rows(state), follows.owners, heights)
-    new = _at_this_step(init(treedef.unflatten(small)), _without_rows(state))
+    held = []
 
-    nodes, state_treedef = jax.tree.flatten(state, is_leaf=is_selected_rows)
-    owners, values = iter(follows.owners), iter(jax.tree.leaves(new))
-    for k, node in enumerate(nodes):
-        if is_selected_rows(node):
-            continue
-        owner, value = next(owners), next(values)
+    def take(node):
+        buffers = held_gradients(node, leaves, treedef)
+        for i, x in ids.items():
+            if not trees.is_none_or_masked(buffers[i]):
+                buffers[i] = _zeroed(buffers[i], x)
+        zeroed = with_held_gradients(node, buffers, treedef)
+        held.append((zeroed.acc_grads, zeroed.acc_rows))
+        return _without_buffers(node)
+
+    state = _map_accumulators(take, state)
+    checks.check_state_rows(CALL, state, follows.owners, heights)
+    new = _at_this_step(init(treedef.unflatten(small)), state)
+    nodes, state_treedef = jax.tree.flatten(state)
+    for k, (owner, value) in enumerate(zip(follows.owners, jax.tree.leaves(new))):
         if owner is not None:
-            nodes[k] = _write(node, ids[owner], value)
+            nodes[k] = _write(nodes[k], ids[owner], value)
+    kept = iter(held)
+
+    def put_back(node):
+        grads, rows = next(kept)
+        return node._replace(acc_grads=grads, acc_rows=rows)
+
+    state = _map_accumulators(put_back, state_treedef.unflatten(nodes))
     weights = [
         _write(x, ids[i], fresh[i]) if i in ids else x for i, x in enumerate(leaves)
     ]
-    new = treedef.unflatten(weights), state_treedef.unflatten(nodes)
-    return trees.in_structure_of(given, new)
+    return trees.in_structure_of(given, (treedef.unflatten(weights), state))
 
 
 # ------------------------------------------------------------------ private
@@ -170,10 +186,23 @@ def _write(table: Any, ids: jax.Array, values: jax.Array) -> jax.Array:
     return indexing.set_rows(table, ids, values.astype(table.dtype))
 
 
-def _without_rows(state: Any) -> Any:
-    """`state` without the SelectedRows in it, whose height is part of its structure."""
-    empty = lambda x: () if is_selected_rows(x) else x
-    return jax.tree.map(empty, state, is_leaf=is_selected_rows)
+def _map_accumulators(change: Callable, state: Any) -> Any:
+    """Returns `state` with `change(node)` for each state of `accumulate` in it."""
+    is_ours = lambda x: isinstance(x, AccumulateState)
+
+    def visit(node):
+        if not is_ours(node):
+            return node
+        node = change(node)
+        inner = _map_accumulators(change, node.inner_opt_state)
+        return node._replace(inner_opt_state=inner)
+
+    return jax.tree.map(visit, state, is_leaf=is_ours)
+
+
+def _without_buffers(node: AccumulateState) -> AccumulateState:
+    """Its size is not the tables', so no rule of shapes holds."""
+    return node._replace(acc_grads=(), acc_rows=())
 
 
 def _at_this_step(new: Any, state: Any) -> Any:
@@ -198,27 +227,10 @@ def _at_this_step(new: Any, state: Any) -> Any:
     return treedef.unflatten(nodes)
 
 
-def _drop_held(state: Any, treedef: Any, leaves: Any, ids: dict[int, jax.Array]) -> Any:
-    """`state` without the gradients that `accumulate` holds for these rows."""
-    is_ours = lambda x: isinstance(x, AccumulateState)
-
-    def drop(node):
-        if not is_ours(node):
-            return node
-        held = list(map(as_rows, treedef.flatten_up_to(node.acc_grads), leaves))
-        for i, x in ids.items():
-            if isinstance(held[i], SelectedRows):
-                held[i] = _zeroed(held[i], x)
-        inner = jax.tree.map(drop, node.inner_opt_state, is_leaf=is_ours)
-        return node._replace(acc_grads=treedef.unflatten(held), inner_opt_state=inner)
-
-    return jax.tree.map(
-        drop, state, is_leaf=lambda x: is_ours(x) or is_selected_rows(x)
-    )
-
-
-def _zeroed(held: SelectedRows, ids: jax.Array) -> SelectedRows:
+def _zeroed(held: Any, ids: jax.Array) -> Any:
     """Zeros for these rows. They keep their slots: filled ones come first."""
+    if not is_selected_rows(held):
+        return _write(held, ids, jnp.zeros((ids.size, *held.shape[1:])))
     places = lax.iota(jnp.int32, held.capacity)
     ordered, places = lax.sort((held.rows, places), num_keys=1)
     slot, known = merge.find_slots(ordered, ids, held.height)

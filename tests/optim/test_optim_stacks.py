@@ -215,8 +215,7 @@ def test_accumulated():
     tx = sj.optim.accumulate(lazy(optax.sgd(0.1)), 2, capacity=16, stacked=True)
     params = dense = _params()
     state = tx.init(params)
-    buffer = state.acc_grads["stack"]
-    assert (buffer.shape, buffer.capacity) == ((K, V, D), 16)
+    assert state.acc_grads["stack"].shape == (16, D)
     reference = optax.MultiSteps(optax.sgd(0.1), 2)
     dense_state = reference.init(dense)
 

@@ -49,15 +49,6 @@ def _updates():
     return [tx.update(g, tx.init(params), params)[0] for g in grads]
 
 
-def _states():
-    tx = sj.optim.accumulate(sj.optim.lazy(optax.sgd(0.1)), 2, capacity=6)
-    params = {"t": jnp.ones((V, 3))}
-    states: list[Any] = [
-        tx.update({"t": g}, tx.init(params), params)[1] for g in _two((3,))
-    ]
-    return [state.acc_grads for state in states]
-
-
 def _sharded():
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     table = sj.parallel.shard_rows(jnp.ones((V, 3)), mesh, "x")
@@ -81,7 +72,6 @@ TREES = {
     "matrices": lambda: _two((2, 2)),
     "stack": lambda: _two((3,), stack=(2,)),
     "updates": _updates,
-    "sums": _states,
     "sharded": _sharded,
     "pulled": _pulled,
 }

@@ -1,6 +1,6 @@
 """accumulate: one optimizer step for k gradients, accumulated sparsely.
 
-The state sums the gradients of a table in a SelectedRows of fixed capacity C:
+The state sums the gradients of a table in C slots, each with a row id and a sum:
 
 - If C is smaller than the table, slots are filled in the order in which rows appear.
   Each step merges its gradient, finds which of its rows already have a slot (by sorting
@@ -9,13 +9,14 @@ The state sums the gradients of a table in a SelectedRows of fixed capacity C:
 - If every row has a slot, row r has slot r.
 
 A slot is empty if its id is the table's height. Its value is then left over from an
-earlier step, since emptying the buffer only writes ids.
+earlier step, since emptying the buffer only writes ids. The state has plain arrays, not
+SelectedRows, because `flax.nnx.Optimizer` rebuilds other containers as its own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
 from sparsejax._rows import (
     SelectedRows,
@@ -36,7 +37,6 @@ from sparsejax._rows import (
 )
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import judge, state_sharding
-from sparsejax.optim._wrappers.update_if import update_if
 
 
 CALL = "sparsejax.optim.accumulate"
@@ -49,8 +49,9 @@ class AccumulateState(NamedTuple):
       mini_step: int32, the number of accumulated gradients, less than k.
       gradient_step: int32, the number of steps of `tx`.
       inner_opt_state: state of `tx`.
-      acc_grads: the sums of gradients, in float32 or wider: a SelectedRows for each
-        table, arrays for dense leaves.
+      acc_grads: the sums of gradients, in float32 or wider: `[C, ...]` for a leaf with
+        C slots, and of the leaf's shape for others.
+      acc_rows: the row id of each slot, `[C]`; None for leaves without slots.
       overflow: int32, the number of rows that found no slot, over all steps and tables.
         A row counts once per gradient that contains it.
     """
@@ -59,6 +60,7 @@ class AccumulateState(NamedTuple):
     gradient_step: jax.Array
     inner_opt_state: Any
     acc_grads: Any
+    acc_rows: Any
     overflow: jax.Array
 
 
@@ -145,17 +147,15 @@ def accumulate(
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
-        inner_state = tx.init(params)
         leaves, treedef = trees.flatten(params)
-        axes = _row_axes(params, stacked)
-        slots = _slots(params, capacity)
-        buffers = [_empty(*leaf) for leaf in zip(leaves, slots, axes)]
+        buffers = map(_empty, leaves, _slots(params, capacity), _axes(params, stacked))
+        rows, sums = (treedef.unflatten(x) for x in zip(*buffers))
         # Separate arrays, since no buffer can be donated twice.
         mini_step, gradient_step, overflow = (
             jnp.zeros((), jnp.int32) for _ in range(3)
         )
         return AccumulateState(
-            mini_step, gradient_step, inner_state, treedef.unflatten(buffers), overflow
+            mini_step, gradient_step, tx.init(params), sums, rows, overflow
         )
 
     def update(updates, state, params=None, **extra_args):
@@ -163,14 +163,12 @@ def accumulate(
         state_sharding.check_not_sharded(CALL, grads)
         checks.check_state(state, AccumulateState)
         trees.flatten_params(CALL, updates, params)
-        # A state from a checkpoint may contain NumPy arrays.
-        sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
-        sums = list(map(as_rows, sums, grads))
+        buffers = held_gradients(state, grads, treedef)
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
             if not trees.is_none_or_masked(grad):
-                _check_slots(updates, i, sums[i], grad)
-                sums[i], missed = _add(sums[i], grad)
+                _check_slots(updates, i, buffers[i], grad)
+                buffers[i], missed = _add(buffers[i], grad)
                 overflow += missed
 
         k = every_k(state.gradient_step) if callable(every_k) else every_k
@@ -179,55 +177,144 @@ def accumulate(
         updates, inner_state = update_if(
             due,
             inner,
-            lambda: treedef.unflatten([_mean(*pair, k) for pair in zip(sums, grads)]),
+            lambda: treedef.unflatten(_mean(*pair, k) for pair in zip(buffers, grads)),
             state.inner_opt_state,
             params,
             extra_args,
         )
-        return updates, AccumulateState(
+        state = AccumulateState(
             jnp.where(due, 0, state.mini_step + 1),
             state.gradient_step + due.astype(jnp.int32),
             inner_state,
-            treedef.unflatten([_emptied(due, held) for held in sums]),
+            state.acc_grads,
+            state.acc_rows,
             overflow,
+        )
+        return updates, with_held_gradients(
+            state, [_emptied(due, held) for held in buffers], treedef
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+# ------------------------------------------------------------------ skipped steps
+
+
+def update_if(
+    wanted: jax.Array,
+    tx: Any,
+    make_grads: Callable[[], Any],
+    state: Any,
+    params: Any,
+    extra_args: dict[str, Any],
+) -> tuple[Any, Any]:
+    """Returns `tx.update(make_grads(), state, params)` if `wanted`, else no update.
+
+    A skipped step costs no more than its empty updates: `lax.cond` passes the state on,
+    and XLA copies no table (tests/optim/test_memory.py).
+
+    Args:
+      wanted: bool scalar.
+      tx: a transformation that accepts extra arguments.
+      make_grads: returns the gradients; called only if the step runs.
+      state: of `tx`.
+      params: parameters, or None.
+      extra_args: extra arguments of `tx.update`.
+
+    Returns:
+      Updates and state. If not `wanted`, updates are zero (a SelectedRows has no filled
+      slot), and the state is unchanged. Leaves of the state keep their dtypes, so that
+      both branches agree and loops can carry them.
+    """
+    axes = []
+
+    def step(state, params):
+        updates, new = tx.update(make_grads(), state, params, **extra_args)
+        return updates, jax.tree.map(_keep_dtype, state, new)
+
+    def look(state, params):
+        updates, new = step(state, params)
+        axes[:] = map(_compat.varying_axes, jax.tree.leaves((updates, new)))
+        return updates
+
+    spec = jax.eval_shape(look, state, params)
+
+    def skip(state, params):
+        del params
+        # Strong types, as after a step, so that the caller is compiled once.
+        state = jax.tree.map(_strong, state)
+        # Row ids of zeros are empty slots.
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), state
+
+    def with_axes(branch):
+        """Makes the results of both branches vary over the same `shard_map` axes."""
+
+        def run(state, params):
+            of_skip = map(_compat.varying_axes, jax.tree.leaves(skip(state, params)))
+            of_both = [a | b for a, b in zip(axes, of_skip)]
+            leaves, treedef = jax.tree.flatten(branch(state, params))
+            return treedef.unflatten(map(_compat.to_varying, leaves, of_both))
+
+        return run
+
+    return lax.cond(wanted, with_axes(step), with_axes(skip), state, params)
+
+
+def _keep_dtype(old: Any, new: Any) -> jax.Array:
+    old, new = jnp.asarray(old), jnp.asarray(new)  # one may be a number of Python's
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+
+def _strong(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    return lax.convert_element_type(x, x.dtype) if x.weak_type else x
+
+
 # ------------------------------------------------------------------ the buffers
 
 
-def _empty(leaf: Any, slots: int | None, row_axes: int) -> Any:
-    """The empty buffer for the sum of a leaf's gradients."""
+def held_gradients(state: AccumulateState, like: Any, treedef: Any) -> list[Any]:
+    """Returns the buffers: SelectedRows, and arrays for leaves without slots.
+
+    Args:
+      state: of `accumulate`.
+      like: the leaves of the gradients or of the parameters.
+      treedef: their structure.
+    """
+    # A state from a checkpoint may contain NumPy arrays.
+    sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
+    rows = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_rows))
+    for i, (leaf, ids) in enumerate(zip(like, rows)):
+        if ids is not None:
+            shape = leaf.shape
+            *stack, _ = row_shape = shape[: len(shape) + 1 - sums[i].ndim]
+            sums[i] = SelectedRows(ids, sums[i], math.prod(row_shape), stack)
+    return sums
+
+
+def with_held_gradients(
+    state: AccumulateState, buffers: list[Any], treedef: Any
+) -> AccumulateState:
+    """Returns the state with other buffers."""
+    is_rows = [isinstance(held, SelectedRows) for held in buffers]
+    rows = [held.rows if has else None for held, has in zip(buffers, is_rows)]
+    sums = [held.values if has else held for held, has in zip(buffers, is_rows)]
+    rows, sums = map(treedef.unflatten, (rows, sums))
+    return state._replace(acc_grads=sums, acc_rows=rows)
+
+
+def _empty(leaf: Any, slots: int | None, row_axes: int) -> tuple[Any, Any]:
+    """Returns the row ids and sums of an empty buffer."""
     if trees.is_none_or_masked(leaf):
-        return leaf
+        return None, leaf
     leaf = jnp.asarray(leaf)
     dtype = indexing.accumulator_dtype(leaf.dtype)
     if slots is None:
-        return jnp.zeros(leaf.shape, dtype)
-    *stack, _ = row_shape = leaf.shape[:row_axes]
-    height = math.prod(row_shape)
+        return None, jnp.zeros(leaf.shape, dtype)
+    height = math.prod(leaf.shape[:row_axes])
     slots = min(slots, height)
     rows = jnp.full((slots,), height, _arguments.index_dtype(height))
-    values = jnp.zeros((slots, *leaf.shape[row_axes:]), dtype)
-    return SelectedRows(rows, values, height, tuple(stack))
-
-
-def as_rows(held: Any, leaf: Any) -> Any:
-    """A buffer as it was made: `nnx.Optimizer` keeps the fields of a SelectedRows.
-
-    Args:
-      held: the buffer.
-      leaf: its parameter, or a gradient of it.
-    """
-    if not isinstance(held, Mapping) or set(held) != {"rows", "values"}:
-        return held
-    shape, values = trees.to_spec(leaf).shape, held["values"]
-    *stack, _ = row_shape = shape[: len(shape) + 1 - np.ndim(values)]
-    height = math.prod(row_shape)
-    static = height, tuple(stack), np.ndim(values) - 1
-    return SelectedRows.tree_unflatten(static, (held["rows"], values))
+    return rows, jnp.zeros((slots, *leaf.shape[row_axes:]), dtype)
 
 
 def _add(held: Any, grad: Any) -> tuple[Any, Any]:
@@ -312,7 +399,7 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
     return slots
 
 
-def _row_axes(params: Any, stacked: Any) -> list[int]:
+def _axes(params: Any, stacked: Any) -> list[int]:
     """For each leaf of `params`, how many of its axes run over rows."""
     by_subtree = _prefix(stacked, params)
     if by_subtree is None or not all(

@@ -18,7 +18,8 @@ import optax
 from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.optim import _checks as checks, _trees as trees
-from sparsejax.optim._wrappers.update_if import update_if
+from sparsejax.optim._lazy import state_sharding
+from sparsejax.optim._wrappers.accumulate import update_if
 
 
 CALL = "sparsejax.optim.dynamic_loss_scale"
@@ -107,11 +108,14 @@ def dynamic_loss_scale(
     inner = optax.with_extra_args_support(tx)
     by = np.float32(factor)
 
-    def init(params):
+    def counters(params):
+        del params
         scale = jnp.asarray(initial_scale, jnp.float32)
         # Separate arrays, since no buffer can be donated twice.
-        good_steps, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return LossScaleState(scale, good_steps, skipped, tx.init(params))
+        return scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+
+    def init(params):
+        return LossScaleState(*state_sharding.init(counters, params), tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
         checks.check_state(state, LossScaleState)

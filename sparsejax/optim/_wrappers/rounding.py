@@ -48,6 +48,7 @@ from sparsejax._rows import (
     with_slots,
 )
 from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import state_sharding
 
 
 CALL = "sparsejax.optim.rounding"
@@ -152,7 +153,7 @@ def rounding(
         # twice.
         copies = [_widen(w) if n else None for w, n in zip(leaves, narrow)]
         return RoundingState(
-            jnp.zeros((), jnp.int32),
+            state_sharding.init(lambda _: jnp.zeros((), jnp.int32), params),
             wide_init(leaves),
             treedef.unflatten(copies) if master else (),
         )
