@@ -1,9 +1,9 @@
 # Every target sets up what it needs: Python >= 3.11 and make are enough.
 #
-#   PYTHON=python3.13   makes the environment; one that is there keeps its own Python
+#   PYTHON=python3.13   makes the environment; an existing environment keeps its Python
 #   VENV=.venv          where the environment lives
-#   PINS="-r tests/colab.txt"    what else pip is told: here the lowest releases
-#   ARGS="..."          handed on to the command
+#   PINS="-r tests/colab.txt"    further arguments of pip, here the lowest releases
+#   ARGS="..."          passed to the command
 #   NAME=gensim         which race; without, `make race` lists them
 
 PYTHON ?= python3
@@ -13,7 +13,7 @@ JOBS ?= 2
 ARGS ?=
 NAME ?=
 
-# Where this is set, every process would compile its two thousand modules anew: 6 s.
+# If set, every process recompiles 2,000 modules (6 s).
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
@@ -22,7 +22,7 @@ INSTALL_WITH ?= $(BIN)/python -m pip install -q --disable-pip-version-check --no
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-# Stops with a sentence where $(1) is no Python, or one too old.
+# Stops with a sentence if $(1) is not a Python of 3.11 or newer.
 check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	|| { echo "sparsejax needs Python 3.11 or newer; '$(1)' is" \
 	"'`$(1) --version 2>&1 | tail -n 1`'." \

@@ -36,8 +36,8 @@ import threading
 import zlib
 
 
-# The tests compile thousands of small programs, in several processes at once. To
-# optimize their machine code takes longer than it saves, and so do threads for it.
+# The tests compile thousands of small programs, in several processes at once. Optimizing
+# programs this small costs more than it saves; so does compiling in threads.
 _AS_USERS = os.environ.get("TESTS_AS_USERS", "0") != "0"
 _XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
 _FAST_COMPILE_FLAGS = {
@@ -46,8 +46,8 @@ _FAST_COMPILE_FLAGS = {
     "--xla_llvm_disable_expensive_passes": 1,
 }
 
-# The newer emitters of fused loops take up to twice as long to compile as the older.
-# Releases without a choice between them stop at the flag, and test the new ones.
+# The newer emitters of fused loops take up to twice as long to compile. Other releases do
+# not know the flag, so they test the newer emitters.
 if importlib.metadata.version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
     _FAST_COMPILE_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
 if not _AS_USERS:
@@ -65,22 +65,22 @@ def _set_environment():
 
 
 def _more_threads_than_devices():
-    """Each device has a thread in which it waits for the others at a collective.
+    """Makes XLA's pool of threads larger than the number of devices.
 
-    Of two collectives that need nothing of each other, a device may wait in both. XLA's
-    pool has a thread for each device, and NPROC is what makes it larger.
+    A device waits for the others at a collective in a thread of its own. It may wait in
+    two independent collectives at once, and then the pool needs more threads.
     """
     os.environ.setdefault("NPROC", "32")
 
 
 def _keep_compiled_programs():
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
-    # Small ones too: reading one takes a third of compiling it, and most are small.
+    # Cache small programs too: most are small, and loading takes a third of compiling.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 def _forget_old_programs():
-    """Most are of code as it no longer is. A run of all tests makes forty thousand."""
+    """Clears the cache once most entries belong to older code; a run adds forty thousand."""
     folder = _ROOT / ".jax_cache"
     if folder.is_dir() and len(os.listdir(folder)) > _MAX_PROGRAMS:
         for file in folder.iterdir():
@@ -88,20 +88,20 @@ def _forget_old_programs():
 
 
 def _keep_tracebacks_whole():
-    """To take its own frames out, JAX needs 4 ms for each error that a test expects."""
+    """JAX needs 4 ms to filter its own frames from each error that a test expects."""
     os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
 
 def _leave_tracebacks_out_of_programs():
-    """By default each operation is lowered with up to a hundred frames, as a location.
+    """Lowers operations without their frames, up to a hundred each by default.
 
-    `explain` finds its lines in jaxprs.
+    `explain` finds its lines in jaxprs, not in lowered programs.
     """
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
 def _write_whole_programs():
-    """Two processes compile the same: one must not read half of the other's file."""
+    """Writes cache files whole: processes that compile the same program share them."""
     from jax._src import lru_cache  # noqa: TID251  (nothing public writes them)
 
     suffix = getattr(lru_cache, "_CACHE_SUFFIX", "")
@@ -117,9 +117,9 @@ def _write_whole_programs():
 
 
 def _share_contexts():
-    """JAX makes an MLIR context for each program that it lowers, in 3 to 5 ms.
+    """Shares one MLIR context: JAX makes one for each lowered program, in 3 to 5 ms.
 
-    Most programs of the tests take no longer than that for all the rest.
+    With `_write_whole_programs` this saves a fifth of the CPU time of the tests.
     """
     from jax._src.interpreters import mlir  # noqa: TID251  (nothing public makes them)
 
@@ -153,14 +153,15 @@ _SHARED_DATA = _ROOT.parent / "shared" / "data"
 hypothesis.settings.register_profile("sparsejax", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("sparsejax")
 
-# What JAX is made of is never garbage, and what it traces makes many objects.
+# JAX's modules are never collected; freeze them, so that collections while tracing are
+# quick.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
 
 
 # ------------------------------------------------------------------ collection
 
-# Programs that are run by hand, and modules that the tests import: no tests.
+# Programs that are run by hand and modules that the tests import have no tests.
 collect_ignore_glob = ["tools/*"]
 
 
@@ -243,7 +244,7 @@ def _values(item):
     if spec is None:
         return set()
     test = item.nodeid.partition("[")[0]
-    # Of marks one above the other, each part of the id is a value of one parameter.
+    # Stacked `parametrize` marks: each part of the id is the value of one parameter.
     return {(test, place, part) for place, part in enumerate(spec._idlist)}
 
 
@@ -275,8 +276,8 @@ def eight_devices():
 def cpu_backend():
     """Skips the test where it does not run on a CPU.
 
-    For tests of the program that XLA makes for a CPU, and of the last bit of a number:
-    a GPU adds a product without rounding it, and its quotients may be off by one.
+    For tests of the program that XLA compiles for a CPU, and of the last bit of a number:
+    a GPU adds a product without rounding it, and its quotients may be off by one bit.
     """
     if jax.default_backend() != "cpu":
         pytest.skip("of a CPU's programs and bits")
@@ -301,13 +302,13 @@ def _bounded_memory():
         gc.unfreeze()
         gc.collect()
         _give_back_memory()
-    gc.freeze()  # what is cached would be looked through again and again
+    gc.freeze()  # otherwise each collection walks all that is cached
 
 
 def _give_back_memory():
-    """What was freed goes back to the system, else every later file is over the bound.
+    """Returns freed memory to the system; otherwise every later file is over the bound.
 
-    The C library of Linux is the one that keeps it.
+    Only glibc keeps it.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
