@@ -36,8 +36,9 @@ import threading
 import zlib
 
 
-# The tests compile thousands of small programs, in several processes at once. Optimizing
-# programs this small costs more than it saves; so does compiling in threads.
+# The tests compile thousands of small programs, in several processes at once.
+# Optimizing programs this small costs more than it saves, and so does compiling them in
+# threads.
 _AS_USERS = os.environ.get("TESTS_AS_USERS", "0") != "0"
 _XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
 _FAST_COMPILE_FLAGS = {
@@ -46,8 +47,8 @@ _FAST_COMPILE_FLAGS = {
     "--xla_llvm_disable_expensive_passes": 1,
 }
 
-# The newer emitters of fused loops take up to twice as long to compile. Other releases do
-# not know the flag, so they test the newer emitters.
+# The newer emitters of fused loops take up to twice as long to compile. Other releases
+# do not know the flag, so they test the newer emitters.
 if importlib.metadata.version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
     _FAST_COMPILE_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
 if not _AS_USERS:
@@ -80,7 +81,7 @@ def _keep_compiled_programs():
 
 
 def _forget_old_programs():
-    """Clears the cache once most entries belong to older code; a run adds forty thousand."""
+    """Clears the cache once most entries belong to older code; a run adds 40,000."""
     folder = _ROOT / ".jax_cache"
     if folder.is_dir() and len(os.listdir(folder)) > _MAX_PROGRAMS:
         for file in folder.iterdir():
@@ -276,7 +277,7 @@ def eight_devices():
 def cpu_backend():
     """Skips the test where it does not run on a CPU.
 
-    For tests of the program that XLA compiles for a CPU, and of the last bit of a number:
+    For tests of the program that XLA compiles for a CPU, and of a number's last bit:
     a GPU adds a product without rounding it, and its quotients may be off by one bit.
     """
     if jax.default_backend() != "cpu":
