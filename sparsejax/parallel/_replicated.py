@@ -44,9 +44,9 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
     The sum of SelectedRows is the concatenation of all devices' slots: ids and rows are
     gathered, and nothing of the table's size is sent. Every other leaf goes through
     `jax.lax.psum`. Call it inside `jax.shard_map`, or `jax.vmap` with an `axis_name`.
-    If the tree has dense gradients of replicated parameters, pass `check_vma=False` to
-    `shard_map`: under `check_vma=True` JAX has already summed them, and they would be
-    summed twice.
+    Under `check_vma=True`, the default of `shard_map`, JAX itself sums the dense
+    gradients of replicated parameters. Their types say that they do not vary over the
+    axis, and such leaves stay as they are.
 
     Under `jax.set_mesh` of a mesh with that axis, as in a step run by `data_parallel`,
     gradients belong to the whole batch already. Then `psum` only gathers rows on
@@ -87,7 +87,8 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
 def pmean(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> Any:
     """Averages a tree that contains SelectedRows over the devices of a mesh axis.
 
-    `psum(tree) / N`, see `sparsejax.parallel.psum`. If each device's loss is the mean
+    `psum(tree) / N`, see `sparsejax.parallel.psum`: a leaf that does not vary over the
+    axis counts as a sum, and is divided. If each device's loss is the mean
     over its part of the batch, and the parts are equal, the mean of the gradients is
     the gradient of the mean over the whole batch.
 
@@ -347,6 +348,9 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
         )
         return jax.tree.map(gather, tree, is_leaf=is_selected_rows)
 
+    # With `check_vma` types say what varies. JAX has summed other gradients already.
+    checked = bool(_compat.varying_axes(lax.axis_index(axes)))
+
     def reduce(x):
         if isinstance(x, ShardedRows):
             raise TypeError(
@@ -355,16 +359,26 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
                 "their owners; use it on global arrays, in a step run by "
                 "data_parallel or jax.jit."
             )
-        if is_selected_rows(x):
-            total = _gather(x, axes, devices, capacity)
-            return total / devices if mean else total
-        return lax.pmean(x, axes) if mean else lax.psum(x, axes)
+        varying = _varying(x, axes) if checked else axes
+        if varying:
+            x = (
+                _gather(x, varying, capacity)
+                if is_selected_rows(x)
+                else lax.psum(x, varying)
+            )
+        return x / devices if mean else x
 
     return jax.tree.map(reduce, tree, is_leaf=is_selected_rows)
 
 
+def _varying(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes over which a leaf varies, by its type."""
+    varying = frozenset().union(*map(_compat.varying_axes, jax.tree.leaves(x)))
+    return tuple(name for name in axes if name in varying)
+
+
 def _gather(
-    x: SelectedRows, axes: tuple[str, ...], devices: int, capacity: int | None
+    x: SelectedRows, axes: tuple[str, ...], capacity: int | None
 ) -> SelectedRows:
     """The slots of all devices, in the order of the devices."""
     # The result is the same on every device. If types are checked, they must say so.
@@ -374,7 +388,7 @@ def _gather(
     if capacity is None or capacity >= x.capacity:
         return with_slots(x, gather(x.rows), gather(x.values))
     merged, overflow = x.coalesce(capacity, return_overflow=True)
-    rest = devices * (x.capacity - capacity)
+    rest = lax.axis_size(axes) * (x.capacity - capacity)
 
     def merged_rows():
         rows, values = gather(merged.rows), gather(merged.values)
@@ -400,7 +414,7 @@ def _gather_global(
     spec = PartitionSpec(axes)
     if AxisType.Explicit in mesh.axis_types:
         x = with_slots(x, *(jax.sharding.reshard(y, spec) for y in (x.rows, x.values)))
-    gather = lambda x: _gather(x, axes, devices, capacity)
+    gather = lambda x: _gather(x, axes, capacity)
     return jax.shard_map(
         gather, mesh=mesh, in_specs=spec, out_specs=PartitionSpec(), check_vma=False
     )(x)

@@ -68,6 +68,40 @@ def test_sum_over_devices(vma, capacity):
         assert found.by_kind["all-gather"] == (N - 1) * 9 * (4 + 4 * D)
 
 
+@pytest.mark.window
+@pytest.mark.parametrize("vma", [True, False])
+def test_a_step_under_shard_map_equals_one_device(vma):
+    # With check_vma JAX has summed the gradient of `w` over the devices already, and
+    # the gradient of the table varies over them.
+    mesh = make_mesh((2, 2), ("a", "b"))
+    params = {"t": jnp.ones((V, D)), "w": jnp.arange(1.0, D + 1)}
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 40, BATCH))
+
+    def loss(params, ids):
+        return jnp.mean((params["t"][ids] @ params["w"]) ** 2)
+
+    def grads(reduce, params, ids):
+        value, g = sj.value_and_grad(loss)(params, ids)
+        return reduce({"loss": value, **g}, ("a", "b"))
+
+    def run(reduce):
+        mapped = jax.shard_map(
+            lambda params, ids: grads(reduce, params, ids),
+            mesh=mesh,
+            in_specs=(P(), P(("a", "b"))),
+            out_specs=P(),
+            check_vma=vma,
+        )
+        out = jax.jit(mapped)(params, ids)
+        return {**out, "t": out["t"].to_dense()}
+
+    value, want = jax.value_and_grad(loss)(params, ids)
+    want = {"loss": value, **want}
+    assert_trees_close(run(sj.parallel.pmean), want)
+    total = jax.tree.map(lambda x: x * N, want)
+    assert_trees_close(run(sj.parallel.psum), total)
+
+
 @pytest.mark.slow
 def test_trees_two_axes_and_narrow_types():
     mesh = make_mesh((2, 2), ("a", "b"))
