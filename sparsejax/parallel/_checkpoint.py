@@ -133,7 +133,7 @@ def save(
             return False
     found, treedef = jax.tree.flatten(tree, is_leaf=_is_table)
     found = [_to_save(x) for x in found]
-    args = orbax.args.PyTreeSave(treedef.unflatten(found))
+    args = orbax.args.PyTreeSave(_without_masked_tables(treedef.unflatten(found)))
     sums = _checksums(tree, found)
     metadata = {**(custom_metadata or {}), _LEAVES: leaves, _SUMS: sums}
     if is_manager:
@@ -223,9 +223,10 @@ def restore(
                 f"{_RESTORE}: `like` differs from the tree saved at {place}: "
                 f"{differences}. Make `like` as the saved tree was made."
             )
-        is_stored = jax.tree.map(_mark_stored, like, is_leaf=_is_table)
+        plain = _without_masked_tables(like)
+        is_stored = jax.tree.map(_mark_stored, plain, is_leaf=_is_table)
         how = functools.partial(_restore_args, orbax)
-        how = jax.tree.map(how, like, is_leaf=_is_table)
+        how = jax.tree.map(how, plain, is_leaf=_is_table)
         args = orbax.args.PyTreeRestore(item=is_stored, restore_args=how)
         with _reading(place):
             # Orbax refuses a tree without arrays.
@@ -377,6 +378,18 @@ def _to_save(x: Any) -> Any:
         # An array local to each process is saved from the first process.
         return np.asarray(x) if x.is_fully_addressable else x
     return np.asarray(x) if isinstance(x, np.generic) else x
+
+
+def _without_masked_tables(tree: Any) -> Any:
+    """The tree with a table that optax has masked as an array that it has masked.
+
+    A label function leaves `ShardedTable(MaskedNode())` of a table, and `MaskedNode()`
+    of an array; a table may be restored as the other.
+    """
+    is_table = lambda x: isinstance(x, ShardedTable)
+    is_masked = lambda x: is_table(x) and not jax.tree.leaves(x)
+    unwrap = lambda x: x.values if is_masked(x) else x
+    return jax.tree.map(unwrap, tree, is_leaf=is_table)
 
 
 def _mark_stored(x: Any) -> Any:

@@ -277,3 +277,54 @@ def test_wrong_arguments():
     ):
         with pytest.raises(error, match=said):
             call()
+
+
+# ------------------------------------------------------------------ tables in a state
+
+
+def train(model, tx, batches):
+    """Losses of a donated jitted step, and how often it was traced."""
+    opt, traces = nnx.Optimizer(model, tx, wrt=nnx.Param), 0
+
+    @partial(nnx.jit, donate_argnums=(0, 1))
+    def step(model, opt, ids):
+        nonlocal traces
+        traces += 1
+        loss_fn = lambda model: jnp.mean((model(ids).sum(1) - 1.0) ** 2)
+        loss, grads = sj.nn.nnx.value_and_grad(loss_fn)(model)
+        opt.update(model, grads)
+        return loss
+
+    return [step(model, opt, ids) for ids in batches], traces
+
+
+@pytest.mark.window
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize(
+    "make_tx",
+    [
+        lambda: sj.optim.lazy(optax.adam(1e-2)),
+        lambda: sj.optim.rowwise_adagrad(1e-2),
+        lambda: sj.optim.lazy(
+            optax.chain(optax.clip_by_global_norm(1.0), sj.optim.ema(0.9))
+        ),
+    ],
+)
+def test_a_sharded_table_in_an_optimizer(make_tx):
+    mesh = jax.make_mesh((8,), ("x",))
+    batches = [np.random.default_rng(k).integers(0, 99, 16) for k in range(3)]
+    alone, sharded = (nnx.Embed(999, D, rngs=nnx.Rngs(0)) for _ in range(2))
+    table = sj.parallel.shard_rows(np.asarray(sharded.embedding[...]), mesh, "x")
+    sharded.embedding = nnx.Param(table)
+    want, _ = train(alone, make_tx(), batches)
+    losses, traces = train(sharded, make_tx(), batches)
+    assert traces <= 2  # flax's own count of steps starts on one device
+    assert_trees_close(losses, want)
+    assert_trees_close(sharded.embedding.get_value().to_dense(), alone.embedding[...])
+
+
+def test_rows_in_an_optimizer():
+    # `accumulate` keeps the rows of a gradient in its state.
+    tx = sj.optim.accumulate(sj.optim.lazy(optax.adam(1e-2)), 2, 64)
+    losses, traces = train(nnx.Embed(V, D, rngs=nnx.Rngs(0)), tx, [IDS] * 4)
+    assert losses[0] == losses[1] != losses[2] and traces == 1

@@ -225,6 +225,30 @@ def test_state_goes_to_the_devices_of_its_table(tmp_path):
             assert found["number"].values.shape == ()
 
 
+@pytest.mark.usefixtures("loose_promotion")  # optax.adam
+def test_state_of_a_label_function_in_any_layout(tmp_path):
+    # Labels by path mask a table as ShardedTable(MaskedNode()), an array as MaskedNode.
+    def labels(params):
+        label = lambda path, _: "b" if "'w'" in jax.tree_util.keystr(path) else "a"
+        return jax.tree_util.tree_map_with_path(label, params)
+
+    parts = {"a": optax.adam(0.1), "b": optax.adam(0.2)}
+    tx = sj.optim.lazy(optax.partition(parts, labels))
+    all_params = [
+        {"t": table, "w": jnp.ones(3)}
+        for table in (
+            sharded(table_of(), 4, "mod"),
+            jnp.asarray(table_of()),
+            sharded(table_of(), 2, "block"),
+        )
+    ]
+    trees = [(params, tx.init(params)) for params in all_params]
+    for (k, saved), (m, like) in itertools.permutations(enumerate(trees), 2):
+        sj.parallel.save(tmp_path / f"{k}{m}", saved)
+        restored = sj.parallel.restore(tmp_path / f"{k}{m}", like)
+        jax.tree.map(assert_same_bits, restored, like)
+
+
 # ------------------------------------------------------------------ training
 
 
