@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import is_selected_rows
 from sparsejax.parallel._exchange import rearrange
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
 
 
-_SAVE, _RESTORE = "sparsejax.parallel.save", "sparsejax.parallel.restore"
 _LEAVES = "sparsejax"  # the key of the leaves' shapes and types in the metadata
 _SUMS = "sparsejax_checksums"  # and of their checksums
 _SCALARS = bool | int | float | complex
@@ -105,38 +104,36 @@ def save(
     References:
       Orbax, `CheckpointManager`; PyTorch, distributed checkpoint (resharding at load).
     """
-    orbax = _orbax(_SAVE)
-    is_manager = _is_manager(_SAVE, orbax, path_or_manager)
-    leaves = _describe(_SAVE, tree)
+    orbax = _orbax()
+    manager: Any = _manager(orbax, path_or_manager)
+    if (manager is None) != (step is None):
+        raise ValueError(
+            "sparsejax.parallel.save: step is the number of steps trained for a "
+            f"CheckpointManager, and left out for a path, got step={step!r}."
+        )
+    description = _describe(tree)
     for name, leaf in _named_leaves(tree):
-        _check_has_values(name, leaf.values if _is_table(leaf) else leaf)
-    if is_manager and step is None:
-        raise ValueError(
-            f"{_SAVE}: step must be an int for a CheckpointManager, got None. Pass the "
-            "number of steps trained."
-        )
-    if not is_manager and step is not None:
-        raise ValueError(
-            f"{_SAVE}: step is only for a CheckpointManager, got step={step!r} and a "
-            "path. Make orbax.checkpoint.CheckpointManager(path), or leave it out."
-        )
-    manager: Any = path_or_manager
-    if is_manager:
+        if isinstance(leaf.values if _is_table(leaf) else leaf, jax.ShapeDtypeStruct):
+            raise TypeError(
+                f"sparsejax.parallel.save: the leaf {name} is abstract, {leaf}, and "
+                "has no values. Save the array itself."
+            )
+    if manager is not None:
         latest = manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
-                f"{_SAVE}: step {step} is not later than the latest step in "
-                f"{manager.directory}, {latest}. Continue from latest_step(), or save "
-                "to another directory."
+                f"sparsejax.parallel.save: step {step} is not later than the latest "
+                f"step in {manager.directory}, {latest}. Continue from latest_step(), "
+                "or save to another directory."
             )
         if not manager.should_save(step):
             return False
-    found, treedef = jax.tree.flatten(tree, is_leaf=_is_table)
-    found = [_to_save(x) for x in found]
-    args = orbax.args.PyTreeSave(_without_masked_tables(treedef.unflatten(found)))
-    sums = _checksums(tree, found)
-    metadata = {**(custom_metadata or {}), _LEAVES: leaves, _SUMS: sums}
-    if is_manager:
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_table)
+    leaves = [_to_save(x) for x in leaves]
+    args = orbax.args.PyTreeSave(_without_masked_tables(treedef.unflatten(leaves)))
+    sums = _checksums(tree, leaves)
+    metadata = {**(custom_metadata or {}), _LEAVES: description, _SUMS: sums}
+    if manager is not None:
         return manager.save(step, args=args, custom_metadata=metadata)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         path = _absolute(path_or_manager)
@@ -185,53 +182,58 @@ def restore(
       >>> sj.parallel.restore(path, {"w": jnp.zeros(3)})
       {'w': Array([0., 1., 2.], dtype=float32)}
     """
-    orbax = _orbax(_RESTORE)
-    wanted = _describe(_RESTORE, like)
+    orbax = _orbax()
+    description = _describe(like)
+    plain = _without_masked_tables(like)
+    is_stored = jax.tree.map(_mark_stored, plain, is_leaf=_is_table)
+    how = functools.partial(_restore_args, orbax)
+    how = jax.tree.map(how, plain, is_leaf=_is_table)
+    args = orbax.args.PyTreeRestore(item=is_stored, restore_args=how)
     with contextlib.ExitStack() as stack:
-        if _is_manager(_RESTORE, orbax, path_or_manager):
-            manager: Any = path_or_manager
-            manager.wait_until_finished()
-            step = manager.latest_step() if step is None else step
-            place = f"in {manager.directory}"
-            place = place if step is None else f"step {step} {place}"
-            exists = step in manager.all_steps()
-            metadata = functools.partial(manager.metadata, step)
-            read = functools.partial(manager.restore, step)
+        checkpointer: Any = _manager(orbax, path_or_manager)
+        if checkpointer is not None:
+            checkpointer.wait_until_finished()
+            key = checkpointer.latest_step() if step is None else step
+            place = f"step {key} in {checkpointer.directory}"
+            exists = key in checkpointer.all_steps()
         else:
-            place = _absolute(path_or_manager)
             handler = orbax.PyTreeCheckpointHandler()
             checkpointer = stack.enter_context(orbax.Checkpointer(handler))
+            key = place = _absolute(path_or_manager)
             exists = os.path.isdir(place) or "://" in place
-            metadata = functools.partial(checkpointer.metadata, place)
-            read = functools.partial(checkpointer.restore, place)
         if not exists:
             raise FileNotFoundError(
-                f"{_RESTORE}: there is no checkpoint {place}. Check the path; a save "
-                "that was interrupted leaves no checkpoint."
+                f"sparsejax.parallel.restore: there is no checkpoint {place}. Check "
+                "the path; a save that was interrupted leaves no checkpoint."
             )
-        with _reading(place):
-            found = metadata().custom_metadata or {}
-            saved, sums = found.get(_LEAVES), found.get(_SUMS)
-        if not isinstance(saved, Mapping) or not isinstance(sums, Mapping):
-            raise ValueError(
-                f"{_RESTORE}: {place} was not saved by sparsejax.parallel.save, or its "
-                "metadata is damaged. Restore it with orbax itself."
-            )
-        differences = _differences(saved, wanted)
+        with _reading(place), _without_warning():
+            metadata = checkpointer.metadata(key).custom_metadata or {}
+            if _LEAVES not in metadata:
+                raise ValueError("sparsejax.parallel.save did not write it")
+        differences = _differences(metadata[_LEAVES], description)
         if differences:
             raise ValueError(
-                f"{_RESTORE}: `like` differs from the tree saved at {place}: "
-                f"{differences}. Make `like` as the saved tree was made."
+                "sparsejax.parallel.restore: `like` differs from the tree saved at "
+                f"{place}: {differences}. Make `like` as the saved tree was made."
             )
-        plain = _without_masked_tables(like)
-        is_stored = jax.tree.map(_mark_stored, plain, is_leaf=_is_table)
-        how = functools.partial(_restore_args, orbax)
-        how = jax.tree.map(how, plain, is_leaf=_is_table)
-        args = orbax.args.PyTreeRestore(item=is_stored, restore_args=how)
         with _reading(place):
             # Orbax refuses a tree without arrays.
-            found = read(args=args) if jax.tree.leaves(is_stored) else is_stored
-            return _as_tree(like, found, sums)
+            found = is_stored
+            if jax.tree.leaves(is_stored):
+                found = checkpointer.restore(key, args=args)
+            return _as_tree(like, found, metadata[_SUMS])
+
+
+@contextlib.contextmanager
+def _without_warning() -> Iterator[None]:
+    """Drops orbax's warnings of items that a new CheckpointManager has not read yet."""
+    is_other = lambda record: "could not be restored" not in record.getMessage()
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 @contextlib.contextmanager
@@ -241,38 +243,30 @@ def _reading(place: str) -> Iterator[None]:
         yield
     except Exception as error:  # orbax raises many types for damaged files
         raise ValueError(
-            f"{_RESTORE}: {place} could not be read; it may be damaged or incomplete: "
+            f"sparsejax.parallel.restore: {place} could not be read; it may be damaged "
             # Orbax's own text may contain a whole spec.
-            f"{str(error)[:200]}."
+            f"or incomplete: {str(error)[:200]}."
         ) from error
 
 
 # ------------------------------------------------------------------ arguments
 
 
-def _orbax(call: str) -> Any:
+def _orbax() -> Any:
     try:
         import orbax.checkpoint as orbax
     except ImportError as error:
         raise ImportError(
-            f"{call} needs orbax: pip install orbax-checkpoint, or pip install "
-            "'sparsejax[interop]'."
+            "sparsejax.parallel.save and restore need orbax: pip install "
+            "orbax-checkpoint, or pip install 'sparsejax[interop]'."
         ) from error
     return orbax
 
 
-def _is_manager(call: str, orbax: Any, path_or_manager: Any) -> bool:
-    """Returns True for a CheckpointManager, False for a path; raises for others."""
-    if isinstance(path_or_manager, orbax.CheckpointManager):
-        return True
-    if isinstance(path_or_manager, str | os.PathLike):
-        return False
-    raise _arguments.wrong_type(
-        call,
-        "path_or_manager",
-        "an orbax.checkpoint.CheckpointManager or a path",
-        _arguments.kind_of(path_or_manager),
-    )
+def _manager(orbax: Any, path_or_manager: Any) -> Any:
+    """The CheckpointManager; None for a path."""
+    is_manager = isinstance(path_or_manager, orbax.CheckpointManager)
+    return path_or_manager if is_manager else None
 
 
 def _absolute(path: Any) -> str:
@@ -280,44 +274,32 @@ def _absolute(path: Any) -> str:
     return path if "://" in path else os.path.abspath(path)
 
 
-def _check_has_values(name: str, x: Any) -> None:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        what = "a jax.ShapeDtypeStruct"
-    elif isinstance(x, jax.Array) and not _arguments.is_concrete(x):
-        what = "traced by jax.jit or another transformation"
-    else:
-        return
-    raise TypeError(
-        f"{_SAVE}: the leaf {name} is {what} and has no values. Save the array itself, "
-        "outside of jax.jit."
-    )
-
-
 # ------------------------------------------------------------------ descriptions
 
 
-def _describe(call: str, tree: Any) -> dict[str, str]:
+def _describe(tree: Any) -> dict[str, str]:
     """By path, the shape and type of each leaf, and the meaning of row ids.
 
     A SelectedRows has its height. A ShardedTable whose child is a SelectedRows has its
     layout, because its rows are positions.
     """
-    found = {}
+    described = {}
     for name, x in _named_leaves(tree):
         if isinstance(x, ShardedTable) and isinstance(x.mesh, AbstractMesh):
             raise ValueError(
-                f"{call}: the table {name} is sharded over an AbstractMesh, which has "
-                "no devices. Make it with shard_rows over a jax.sharding.Mesh."
+                f"sparsejax.parallel: the table {name} of the checkpoint is sharded "
+                "over an AbstractMesh, which has no devices. Make it with shard_rows "
+                "over a jax.sharding.Mesh."
             )
         if isinstance(x, _SCALARS):
-            found[name] = type(x).__name__
+            described[name] = type(x).__name__
         elif hasattr(x, "shape") and hasattr(x, "dtype"):
-            found[name] = f"{x.dtype}{list(x.shape)}"
+            described[name] = f"{x.dtype}{list(x.shape)}"
         else:
             raise TypeError(
-                f"{call}: the leaf {name} is of type {type(x).__name__}. A checkpoint "
-                "holds arrays, numbers and PRNG keys; remove other leaves from the "
-                "tree."
+                "sparsejax.parallel: a checkpoint holds arrays, numbers and PRNG keys, "
+                f"but the leaf {name} is of type {type(x).__name__}. Remove it from "
+                "the tree."
             )
     by_position = lambda x: isinstance(x, ShardedTable) and is_selected_rows(x.values)
     is_node = lambda x: is_selected_rows(x) or by_position(x)
@@ -325,11 +307,11 @@ def _describe(call: str, tree: Any) -> dict[str, str]:
         name = jax.tree_util.keystr(path)
         if is_selected_rows(x):
             height = list(x.row_shape) if x.stack else x.height
-            found[f"height of {name}"] = f"{height}"
+            described[f"height of {name}"] = f"{height}"
         elif by_position(x):
             layout = f"{x.layout!r} over {x.num_shards} devices"
-            found[f"layout of {name}"] = f"{layout}, height {x.height}"
-    return found
+            described[f"layout of {name}"] = f"{layout}, height {x.height}"
+    return described
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -531,7 +513,7 @@ def _block_rows(table: ShardedTable) -> int:
 def _by_id(table: ShardedTable) -> jax.Array:
     """The rows of a table in the order of ids, zeros behind them, sharded by blocks."""
     table = table.map(lambda values: jax.device_put(values, table.sharding))
-    if table.layout == Block():
+    if table.layout.is_by_id:
         return table.values
     # One table at a time: exchanges in flight need memory, and on CPUs threads.
     return jax.block_until_ready(_to_blocks(table))
@@ -543,7 +525,7 @@ def _values_like(table: ShardedTable, rows: Any) -> Any:
         shape = table.num_shards * _block_rows(table), *table.shape[1:]
         rows = np.zeros(shape, table.dtype)
     values = jax.device_put(rows, table.sharding)
-    if table.layout != Block():
+    if not table.layout.is_by_id:
         table_by_id = dataclasses.replace(table, values=values)
         values = jax.block_until_ready(_from_blocks(table_by_id))
     if isinstance(table.values, np.ndarray):

@@ -44,6 +44,7 @@ class Mod:
     """
 
     is_arithmetic = True
+    is_by_id = False  # True if the position of a row is its id
 
     def __repr__(self) -> str:
         return "'mod'"  # as users write it
@@ -95,7 +96,7 @@ class Block:
     The methods are explained at `Mod`.
     """
 
-    is_arithmetic = True
+    is_arithmetic = is_by_id = True
 
     def __repr__(self) -> str:
         return "'block'"  # as users write it
@@ -178,7 +179,7 @@ class TableWise:
     groups: tuple[int, ...]
     num_groups: int
 
-    is_arithmetic = False
+    is_arithmetic = is_by_id = False
 
     def __post_init__(self) -> None:
         count = _arguments.static_int(_CALL, "num_groups", self.num_groups, 1)

@@ -378,6 +378,16 @@ def test_a_refused_save_changes_nothing(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # of orbax's threads, whose errors are raised
+def test_a_new_manager_restores_without_a_warning(tmp_path, caplog):
+    tree = {"t": sharded(table_of(), 2, "mod")}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        sj.parallel.save(manager, tree, step=1)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        caplog.clear()
+        sj.parallel.restore(manager, tree)
+        assert not caplog.records
+
+
 def test_a_checkpoint_cut_short_is_named(tmp_path):
     tree = {"t": sharded(table_of(), 2, "mod"), "w": np.ones(3)}
     other = {**tree, "t": abstract(table_of(), 3, "block")}
