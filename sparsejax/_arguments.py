@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from sparsejax import _compat
+
 
 # ------------------------------------------------------------------ types
 
@@ -83,6 +85,8 @@ def has_index_dtype(height: int) -> bool:
 
 def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
     """Returns `dtype` if it can hold `height` (an empty slot), else int32 or int64."""
+    if _compat.is_symbolic_dim(height):  # JAX holds symbolic sizes in 32 bits
+        return jnp.dtype(jnp.int32)
     for candidate in (dtype, jnp.int32):
         if height <= jnp.iinfo(candidate).max:
             return jnp.dtype(candidate)
@@ -348,9 +352,19 @@ def show_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def scalar(value: int, like: Any) -> Any:
-    """Returns `value` in the dtype of `like`, which strict type promotion accepts."""
+def scalar(value: Any, like: Any) -> Any:
+    """Returns a number or size in the dtype of `like`, for strict type promotion."""
+    if _compat.is_symbolic_dim(value):
+        return jnp.asarray(value).astype(like.dtype)
     return np.array(value, like.dtype)
+
+
+def may_exceed(size: Any, limit: Any) -> bool:
+    """Returns True if a size can be above `limit`; a symbolic one usually can."""
+    try:
+        return bool(size > limit)
+    except _compat.InconclusiveDimensionOperation:
+        return True
 
 
 def is_concrete(x: Any) -> bool:
@@ -370,6 +384,8 @@ def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> 
       ValueError: `x` is too small.
     """
     want = "a positive int" if least else "a static, non-negative int"
+    if _compat.is_symbolic_dim(x):
+        return x
     try:
         found = operator.index(x)
     except TypeError:

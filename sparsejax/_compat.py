@@ -49,7 +49,8 @@ has_backend = _xla_bridge.backends_are_initialized
 
 # Numbers in shapes may be symbols, in an export.
 InconclusiveDimensionOperation = _core.InconclusiveDimensionOperation
-max_dim = _core.max_dim
+is_symbolic_dim = _core.is_symbolic_dim
+max_dim, min_dim = _core.max_dim, _core.min_dim
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 _INSTALLED = tuple(f"{os.sep}{d}{os.sep}" for d in ("site-packages", "dist-packages"))

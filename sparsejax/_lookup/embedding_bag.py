@@ -27,6 +27,7 @@ from sparsejax._rows import (
     RowTable,
     SelectedRows,
     Table,
+    arithmetic,
     as_table,
     indexing,
     is_quantized,
@@ -35,7 +36,7 @@ from sparsejax._rows import (
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
 from sparsejax._segments.reduce.extremes import segment_max, segment_min
-from sparsejax._segments.reduce.segments import Segments, over_segments, quotient
+from sparsejax._segments.reduce.segments import Segments, over_segments
 
 
 _CALL = "sparsejax.embedding_bag"
@@ -230,6 +231,16 @@ class _Bags:
             return jnp.sum(x, axis=1)
         return self.segments.sum(x)
 
+    def norms(self, x: jax.Array) -> jax.Array:
+        """Returns the root of the sum of squares of `x`, a number for each element."""
+        if self.segments is None:
+            largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=1, initial=0)
+            unit = arithmetic.power_of_two(largest)
+            x = x / unit[:, None]
+        else:
+            x, unit = self.segments.in_units(x)
+        return unit * arithmetic.root(self.total(x * x))
+
 
 def _padded(
     reduce, segment_ids, num_segments, table, ids, weights, *masks
@@ -359,15 +370,13 @@ def _divide(total: jax.Array, bags: _Bags, combiner: str) -> jax.Array:
     if combiner == "sum":
         return total
     dtype = indexing.float_accumulator_dtype(total.dtype)
-    weights, squared = bags.weights, combiner == "sqrtn"
+    weights = bags.weights
     if weights is None:
         by = bags.total(jnp.ones(bags.ids.shape, dtype))
+        by = arithmetic.root(by) if combiner == "sqrtn" else by
     else:
-        by = bags.total(weights * weights if squared else weights)
-    some = indexing.append_axes(by != 0, total.ndim)
-    by = jnp.where(some, indexing.append_axes(by, total.ndim), 1)
-    by = jnp.sqrt(by) if squared else by
-    return jnp.where(some, quotient(total.astype(dtype), by), 0)
+        by = bags.norms(weights) if combiner == "sqrtn" else bags.total(weights)
+    return arithmetic.safe_divide(total.astype(dtype), by)
 
 
 # ------------------------------------------------------------------ rows first

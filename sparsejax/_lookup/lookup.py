@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import checkify
 
 from sparsejax import _arguments, _compat
@@ -26,6 +27,7 @@ from sparsejax._rows import (
     RowTable,
     SelectedRows,
     Table,
+    arithmetic,
     as_table,
     indexing,
     is_quantized,
@@ -296,9 +298,10 @@ def clip_rows(rows: jax.Array, max_norm: float, row_ndim: int) -> jax.Array:
     """
     axes = tuple(range(rows.ndim - row_ndim, rows.ndim))
     x = rows.astype(indexing.accumulator_dtype(rows.dtype))
-    squares = jnp.sum(x * x, axis=axes, keepdims=True)
-    some = squares > 0
-    norm = jnp.sqrt(jnp.where(some, squares, 1))
-    over = some & (norm > max_norm)  # False for zeros and for NaN
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axes, keepdims=True, initial=0)
+    unit = arithmetic.power_of_two(largest)
+    x /= unit
+    norm = arithmetic.root(jnp.sum(x * x, axis=axes, keepdims=True))
+    over = norm > max_norm / unit  # False for zeros and for NaN
     scale = max_norm / jnp.where(over, norm, 1)
     return jnp.where(over, (x * scale).astype(rows.dtype), rows)

@@ -8,6 +8,7 @@ front.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,13 +20,14 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import RowTable, check_whole, indexing, tables
+from sparsejax._rows import RowTable, arithmetic, check_whole, indexing, tables
 from sparsejax._segments import SegmentTensor
 
 
 _CALL = "sparsejax.top_k"
 # Elements of a chunk's scores, and of its rows: a few MB, which fit into caches.
 _CHUNK_ELEMENTS = 1 << 21
+_SYMBOLIC_QUERIES = 1024  # as many are assumed in an export for any number
 
 
 def top_k(
@@ -152,7 +154,8 @@ class Search:
                 "rows)",
                 _arguments.show(score),
             )
-        self.score = score if is_own else _SCORES[score](precision)
+        how = {} if is_own else {"precision": precision}
+        self.score = functools.partial(score if is_own else _SCORES[score], **how)
         self.lead = queries.shape[:-1]
         queries = queries.reshape(math.prod(self.lead), *queries.shape[-1:])
         self.queries = lax.stop_gradient(queries)
@@ -184,7 +187,10 @@ class Search:
         k = min(self.k, height)
         table = lax.stop_gradient(table)
         if chunk_size is None:
-            width = max(len(queries), math.prod(table.shape[1:]), 1)
+            rows = queries.shape[0]
+            if _compat.is_symbolic_dim(rows):
+                rows = _SYMBOLIC_QUERIES
+            width = max(rows, math.prod(table.shape[1:]), 1)
             chunk_size = max(_CHUNK_ELEMENTS // width, 128)
         chunk = _arguments.static_int(self.call, "chunk_size", chunk_size, 1)
         chunk = min(chunk, height)
@@ -227,7 +233,7 @@ class Search:
 
         begins = np.arange(0, height, chunk).astype(within.dtype)
         like = jax.eval_shape(scores_of, begins[0], begins[0])
-        none = jnp.full((len(queries), k), -jnp.inf, like.dtype)
+        none = jnp.full((queries.shape[0], k), -jnp.inf, like.dtype)
         nowhere = jnp.full(none.shape, -1, within.dtype)
         # Inside `shard_map` the carry must vary over the same axes as its inputs.
         given = [queries, table, *jax.tree.leaves((bias, pairs, count))]
@@ -245,7 +251,7 @@ class Search:
     # -- private -----------------------------------------------------------------
 
     def _scores(self, queries: jax.Array, rows: jax.Array) -> jax.Array:
-        scores, want = self.score(queries, rows), (len(queries), len(rows))
+        scores, want = self.score(queries, rows), (queries.shape[0], len(rows))
         if not isinstance(scores, jax.Array) or scores.shape != want:
             raise ValueError(
                 f"{self.call}: score must return [B, C] for queries [B, D] and C rows, "
@@ -266,7 +272,7 @@ class Search:
 
     def _check_exclude(self, exclude: Any) -> tuple[jax.Array, jax.Array]:
         """Returns pairs of a query and an id to exclude, both `[m]`."""
-        call, size = self.call, len(self.queries)
+        call, size = self.call, self.queries.shape[0]
         if isinstance(exclude, SegmentTensor):
             if exclude.num_segments != size:
                 raise ValueError(
@@ -276,7 +282,7 @@ class Search:
             ids = _arguments.as_ids(call, exclude.values, self.height, "exclude")
             query = exclude.segment_ids
             # An element outside all segments excludes nothing.
-            return jnp.where(query < 0, np.int32(size), query), ids
+            return jnp.where(query < 0, _arguments.scalar(size, query), query), ids
         if _is_ragged(exclude):
             raise _arguments.wrong_type(
                 call,
@@ -294,9 +300,9 @@ class Search:
                 f"shape {ids.shape}",
                 "Pad with -1, or pass a SegmentTensor.",
             )
-        ids = jnp.broadcast_to(ids, (*self.lead, ids.shape[-1])).reshape(-1)
-        each = ids.size // max(size, 1)
-        return lax.iota(jnp.int32, ids.size) // np.int32(max(each, 1)), ids
+        each = ids.shape[-1]
+        ids = jnp.broadcast_to(ids, (*self.lead, each)).reshape(size * each)
+        return jnp.repeat(lax.iota(jnp.int32, size), each), ids
 
 
 def _is_ragged(x: Any) -> bool:
@@ -311,18 +317,26 @@ def _is_ragged(x: Any) -> bool:
 # ------------------------------------------------------------------ scores
 
 
-def _products(precision: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def products(queries, rows):
-        dtype = indexing.promote(queries.dtype, rows.dtype)
-        return jnp.einsum(
-            "bd,cd->bc",
-            queries.astype(dtype),
-            rows.astype(dtype),
-            precision=precision,
-            preferred_element_type=indexing.accumulator_dtype(dtype),
-        )
+def _dot(queries: jax.Array, rows: jax.Array, precision: Any) -> jax.Array:
+    return arithmetic.einsum("bd,cd->bc", queries, rows, precision=precision)
 
-    return products
+
+def _cosine(queries: jax.Array, rows: jax.Array, precision: Any) -> jax.Array:
+    queries, rows = _divided_by_units(queries), _divided_by_units(rows)
+    scores = _dot(queries, rows, precision)
+
+    def inverse_norms(x):
+        squares = _squares(x).astype(scores.dtype)
+        return jnp.where(squares > 0, lax.rsqrt(squares), 0)
+
+    return scores * inverse_norms(queries)[:, None] * inverse_norms(rows)[None]
+
+
+def _l2(queries: jax.Array, rows: jax.Array, precision: Any) -> jax.Array:
+    twice = 2 * _dot(queries, rows, precision)
+    squares = [_squares(x).astype(twice.dtype) for x in (queries, rows)]
+    # Rounding must not make a distance to itself negative.
+    return jnp.minimum(twice - squares[1][None] - squares[0][:, None], 0)
 
 
 def _squares(x: jax.Array) -> jax.Array:
@@ -330,27 +344,10 @@ def _squares(x: jax.Array) -> jax.Array:
     return jnp.sum(x * x, axis=-1)
 
 
-def _cosine(precision: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def cosine(queries, rows):
-        scores = _products(precision)(queries, rows)
-
-        def inverse(x):
-            squares = _squares(x).astype(scores.dtype)
-            return jnp.where(squares > 0, lax.rsqrt(squares), 0)
-
-        return scores * inverse(queries)[:, None] * inverse(rows)[None]
-
-    return cosine
+def _divided_by_units(x: jax.Array) -> jax.Array:
+    """Divides vectors by powers of two, so that their squares are normal numbers."""
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0)
+    return x / arithmetic.power_of_two(largest)
 
 
-def _l2(precision: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    def l2(queries, rows):
-        twice = 2 * _products(precision)(queries, rows)
-        squares = [_squares(x).astype(twice.dtype) for x in (queries, rows)]
-        # Rounding must not make a distance to itself negative.
-        return jnp.minimum(twice - squares[1][None] - squares[0][:, None], 0)
-
-    return l2
-
-
-_SCORES = {"dot": _products, "cosine": _cosine, "l2": _l2}
+_SCORES = {"dot": _dot, "cosine": _cosine, "l2": _l2}

@@ -111,6 +111,8 @@ def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     The sum of booleans is their logical or, as with `+` on arrays.
     """
     table = jnp.asarray(table)  # outside jit it may be a NumPy array
+    if table.shape[0] == 0:  # JAX cannot differentiate a scatter to an empty axis
+        return table
     add = table.at[ids].max if table.dtype == jnp.bool_ else table.at[ids].add
     return add(values, mode="drop", wrap_negative_indices=False)
 
@@ -118,6 +120,8 @@ def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
 def set_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
     """`table` with rows `ids` replaced; ids in range must be unique."""
     table = jnp.asarray(table)  # outside jit it may be a NumPy array
+    if table.shape[0] == 0:  # as in `add_rows`
+        return table
     return table.at[ids].set(values, mode="drop", wrap_negative_indices=False)
 
 
@@ -146,6 +150,27 @@ def set_distinct_rows(
         indices_are_sorted=indices_are_sorted,
         unique_indices=unique,
     )
+
+
+def search_sorted(ascending: jax.Array, x: jax.Array, side: str = "left") -> jax.Array:
+    """`jnp.searchsorted` as int32, also if the length of `ascending` is symbolic."""
+    n = ascending.shape[0]
+    if not _compat.is_symbolic_dim(n):
+        return jnp.searchsorted(ascending, x, side=side).astype(jnp.int32)
+
+    def halve(_, limits):
+        low, high = limits
+        middle = low + ((high - low) >> 1)
+        found = ascending.at[middle].get(mode="clip", wrap_negative_indices=False)
+        is_before = (found < x if side == "left" else found <= x) & (low < high)
+        one = np.int32(1)
+        return jnp.where(is_before, middle + one, low), jnp.where(
+            is_before, high, middle
+        )
+
+    low = jnp.zeros(x.shape, jnp.int32)
+    high = jnp.full(x.shape, _arguments.scalar(n, low))
+    return lax.fori_loop(0, 32, halve, (low, high))[0]  # a size has at most 31 bits
 
 
 def running_count(mask: jax.Array) -> jax.Array:

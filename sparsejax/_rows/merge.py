@@ -38,11 +38,11 @@ def _merge_plan(rows, *, height, capacity):
     first = jnp.ones(rows.shape, bool).at[1:].set(ordered[1:] != ordered[:-1])
     first &= ordered != empty
     place = jnp.cumsum(first, dtype=jnp.int32) - 1
-    place = jnp.where(ordered == empty, np.int32(capacity), place)
-    place = jnp.minimum(place, np.int32(capacity))
+    most = _arguments.scalar(capacity, place)
+    place = jnp.minimum(jnp.where(ordered == empty, most, place), most)
     unique = indexing.set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
     # In slot order, so sums are reproducible and the values need no gather.
-    slot = indexing.take_rows(place, jnp.searchsorted(ordered, rows))
+    slot = indexing.take_rows(place, indexing.search_sorted(ordered, rows))
     return unique, slot, jnp.sum(first, dtype=jnp.int32)
 
 
@@ -108,9 +108,10 @@ def first_slots(rows: jax.Array, height: int) -> jax.Array:
       height: number of rows of the table.
     """
     n = rows.shape[0]
-    bits = max(4, (4 * n - 1).bit_length())
-    cells, none = np.int32(1 << bits), np.int32(n)
+    # Any number of cells will do: an export for any n has 2^20.
+    bits = 20 if _compat.is_symbolic_dim(n) else max(4, (4 * n - 1).bit_length())
     slots = lax.iota(jnp.int32, n)
+    cells, none = np.int32(1 << bits), _arguments.scalar(n, slots)
     low = rows.astype(jnp.uint32)
     high = (rows >> 32).astype(jnp.uint32) if rows.dtype.itemsize > 4 else None
 
@@ -142,7 +143,7 @@ def stable_order(keys: jax.Array, limit: int) -> jax.Array:
       limit: static.
     """
     n = keys.size
-    if limit * n > jnp.iinfo(jnp.int32).max:
+    if _arguments.may_exceed(limit * n, jnp.iinfo(jnp.int32).max):
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
     # Pack key and position into one number: XLA:CPU sorts single numbers several times
     # as fast as pairs.
@@ -156,10 +157,10 @@ def find_slots(
 ) -> tuple[jax.Array, jax.Array]:
     """Finds each id in ascending `sorted_rows` by binary search: `(slot, stored)`."""
     last = sorted_rows.shape[0] - 1
-    if last < 0:
+    if sorted_rows.shape[0] == 0:
         return jnp.zeros(ids.shape, jnp.int32), jnp.zeros(ids.shape, bool)
     inside = indexing.in_range(ids, height)  # before the cast, which can narrow ids
     ids = jnp.where(inside, ids, _arguments.scalar(0, ids)).astype(sorted_rows.dtype)
-    slot = jnp.searchsorted(sorted_rows, ids).astype(jnp.int32)
-    slot = jnp.minimum(slot, np.int32(last))
+    slot = indexing.search_sorted(sorted_rows, ids)
+    slot = jnp.minimum(slot, _arguments.scalar(last, slot))
     return slot, inside & (sorted_rows[slot] == ids)

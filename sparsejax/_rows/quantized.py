@@ -28,7 +28,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, KeyLike, Scalar
 from sparsejax._rows import indexing, merge, row_ids
 from sparsejax._rows.selected_rows import SelectedRows
@@ -38,6 +38,8 @@ _QUANTIZE = "sparsejax.quantize"
 
 # Caffe2's search tries ranges cut by multiples of a 200th, down to 84 % of the range.
 _BINS, _MIN_BINS = 200, 168
+# Rounding makes cuts smaller, or nothing, in a small range of large numbers.
+_MAX_CUTS = 2 * (_BINS - _MIN_BINS)
 # Caffe2 and FBGEMM add this to a range of 8 bits before they divide by it.
 _EPSILON = 1e-8
 # The relative rounding error of float32.
@@ -208,6 +210,17 @@ class QuantizedTable:
             "sparsejax.lookup(table, ids), or call .dequantize() for the whole array."
         )
 
+    def __eq__(self, other: Any) -> bool:
+        """Raises a TypeError for tables and arrays; else compares the identity."""
+        if isinstance(other, (QuantizedTable, jax.Array, np.ndarray)):
+            raise TypeError(
+                "QuantizedTable == and != are not defined. Compare .dequantize(), or "
+                "the .codes and .scale_bias of two tables."
+            )
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
     # -- reading -----------------------------------------------------------------
 
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
@@ -273,7 +286,7 @@ class QuantizedTable:
         height = self.shape[0]
         ids = _arguments.as_ids("QuantizedTable.pull", ids, height).reshape(-1)
         ids = jnp.where(indexing.in_range(ids, height), ids, height).astype(ids.dtype)
-        rows, _, _ = merge.merge_plan(ids, height, min(ids.size, height))
+        rows, _, _ = merge.merge_plan(ids, height, _compat.min_dim(ids.size, height))
         return SelectedRows(rows, read(self, rows, 0), height)
 
     def dequantize(self) -> jax.Array:
@@ -817,11 +830,11 @@ def _search_range(x, low, high, bits, rounded):
         return jnp.sqrt(jnp.sum(error * error, axis=1))
 
     def is_wide(state):
-        low, high = state[:2]
-        return low + least < high
+        cuts, low, high = state[:3]
+        return (cuts < _MAX_CUTS) & (low + least < high)
 
     def cut(state):
-        low, high, found, best, best_low, best_high = state
+        cuts, low, high, found, best, best_low, best_high = state
         left, right = loss(low + step, high), loss(low, high - step)
         is_best = (found < left) & (found < right) & (found < best)
         is_left = left < right
@@ -834,10 +847,11 @@ def _search_range(x, low, high, bits, rounded):
             jnp.where(is_best, high, best_high),
         )
         wide = is_wide(state)
-        return tuple(jnp.where(wide, a, b) for a, b in zip(new, state))
+        new = [jnp.where(wide, a, b) for a, b in zip(new, state[1:])]
+        return cuts + 1, *new
 
     first = loss(low, high)
-    state = low, high, first, first, low, high
+    state = jnp.int32(0), low, high, first, first, low, high
     *_, low, high = lax.while_loop(lambda s: is_wide(s).any(), cut, state)
     return low, high
 

@@ -40,7 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, Spec
 from sparsejax._rows import html, indexing, merge, row_ids
 
@@ -368,6 +368,23 @@ class SelectedRows(metaclass=_InErrors):
             "the values, or sparsejax.optim.global_norm."
         )
 
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any):
+        if function in (np.array_equal, np.array_equiv):  # they would answer False
+            self.__array__()
+        return function._implementation(*args, **kwargs)
+
+    def __eq__(self, other: Any) -> bool:
+        """Raises a TypeError for rows and arrays; compares the identity with others."""
+        if is_selected_rows(other) or _is_arraylike(other):
+            raise TypeError(
+                "SelectedRows == and != are not defined, since two may store equal "
+                "arrays in different slots. Compare .to_dense(), or the .rows and "
+                ".values of .coalesce()."
+            )
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
     # -- rows --------------------------------------------------------------------
 
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
@@ -423,8 +440,9 @@ class SelectedRows(metaclass=_InErrors):
         References:
           PaddlePaddle, `scatter::MergeAdd`; PyTorch, `Tensor.coalesce`.
         """
+        enough = _compat.min_dim(self.capacity, self.height)
         if capacity is None:
-            capacity = min(self.capacity, self.height)
+            capacity = enough
         capacity = _arguments.check_capacity("SelectedRows.coalesce", capacity)
         rows, values, count = merge.coalesce(
             self.safe_rows(), self.values, self.height, capacity
@@ -432,7 +450,7 @@ class SelectedRows(metaclass=_InErrors):
         if return_overflow:
             overflow = jnp.maximum(count - capacity, 0)
             return with_slots(self, rows, values), overflow
-        if capacity < min(self.capacity, self.height):
+        if _arguments.may_exceed(enough, capacity):
             call = "SelectedRows.coalesce"
             way_out = ", or pass return_overflow=True"
             values = _arguments.report_overflow(call, values, count, capacity, way_out)
@@ -473,7 +491,7 @@ class SelectedRows(metaclass=_InErrors):
         ids = _arguments.as_ids(call, ids, self.height)
         merged = self.coalesce()
         slot, stored = merge.find_slots(merged.rows, ids, self.height)
-        slot = jnp.where(stored, slot, np.int32(merged.capacity))
+        slot = jnp.where(stored, slot, _arguments.scalar(merged.capacity, slot))
         # Wide for the derivative, which sums the cotangents of a row read many times.
         values = merged.values.astype(indexing.accumulator_dtype(self.dtype))
         return indexing.take_rows(values, slot).astype(self.dtype), stored

@@ -235,9 +235,9 @@ def segment_ids_to_ranges(
         begins = np.where(offsets[:-1] == offsets[-1], 0, offsets[:-1])
         return jnp.asarray(np.stack([begins, lengths], axis=1).astype(np.int32))
     numbers = jnp.arange(num_segments + 1, dtype=_arguments.index_dtype(num_segments))
-    offsets = jnp.searchsorted(ids, numbers.astype(ids.dtype)).astype(jnp.int32)
+    offsets = indexing.search_sorted(ids, numbers.astype(ids.dtype))
     begins = jnp.where(offsets[:-1] == offsets[-1], np.int32(0), offsets[:-1])
-    ranges = jnp.stack([begins, jnp.diff(offsets)], axis=1)
+    ranges = jnp.stack([begins, offsets[1:] - offsets[:-1]], axis=1)
     return jnp.where(jnp.all(ids[1:] >= ids[:-1]), ranges, np.int32(-1))
 
 

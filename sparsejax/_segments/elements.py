@@ -128,7 +128,9 @@ def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None
                 f"{call}: {need} elements do not fit in capacity={capacity}. Pass "
                 f"capacity={need} or more, or omit it."
             )
-    elif capacity < n and not any(map(_has_nan, jax.tree.leaves(values))):
+    elif _arguments.may_exceed(n, capacity) and not any(
+        map(_has_nan, jax.tree.leaves(values))
+    ):
         raise ValueError(
             f"{call}: capacity={capacity} may be too small for {n} elements, and inside"
             " jit integers cannot become NaN to report it. Pass "

@@ -137,7 +137,7 @@ def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
     lengths = jnp.clip(jnp.asarray(lengths), 0, width).astype(jnp.int32)
     ends = jnp.cumsum(lengths, dtype=_arguments.index_dtype(rows * width))
     position = lax.iota(ends.dtype, capacity)
-    row = jnp.searchsorted(ends, position, side="right").astype(ends.dtype)
+    row = indexing.search_sorted(ends, position, side="right").astype(ends.dtype)
     source = row * width + position - indexing.take_rows(ends - lengths, row)
     source = jnp.where(row < rows, source, rows * width)
     values = jax.tree.map(

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, CSRLike, PyTree
 from sparsejax._rows import indexing, merge
 from sparsejax._segments import conversions, elements, html, nested_lists
@@ -177,6 +177,17 @@ class SegmentTensor:
             "np.asarray or a NumPy function. Call .to_padded() for rows of equal "
             "length, or use .values and .segment_ids."
         )
+
+    def __eq__(self, other: Any) -> bool:
+        """Raises a TypeError for segments and arrays; else compares the identity."""
+        if isinstance(other, (SegmentTensor, jax.Array, np.ndarray)):
+            raise TypeError(
+                "SegmentTensor == and != are not defined. Compare .to_lists(), or "
+                ".values and .segment_ids."
+            )
+        return NotImplemented
+
+    __hash__ = object.__hash__
 
     # -- from other representations ----------------------------------------------
 
@@ -367,7 +378,8 @@ class SegmentTensor:
         counts = multi_hot.reshape(-1)
         positions, count = _positions(call, counts, capacity)
         ids = _rows_of(positions, multi_hot.shape)
-        values = positions % np.int32(max(multi_hot.shape[1], 1))
+        columns = _compat.max_dim(multi_hot.shape[1], 1)
+        values = positions % _arguments.scalar(columns, positions)
         elements.check_fits(call, values, count, counts.shape[0], values.shape[0])
         return cls._make_unchecked(values, ids, multi_hot.shape[0], True)
 
@@ -620,7 +632,9 @@ class SegmentTensor:
         begins = xp.cumsum(lengths, dtype=xp.int32) - lengths
         column = xp.arange(longest, dtype=xp.int32)[None, :]
         filled = column < xp.minimum(lengths, np.int32(longest))[:, None]
-        positions = xp.where(filled, begins[:, None] + column, np.int32(self.capacity))
+        positions = xp.where(
+            filled, begins[:, None] + column, _arguments.scalar(self.capacity, begins)
+        )
 
         def pad(x):
             value = _as_filler(call, filler, x.dtype)
@@ -721,7 +735,8 @@ class SegmentTensor:
 
     def _resize_segments(self, n: int) -> SegmentTensor:
         """Pads with empty segments, or cuts, to n segments."""
-        kept = _arguments.scalar(min(n, self.num_segments), self.segment_ids)
+        kept = _compat.min_dim(n, self.num_segments)
+        kept = _arguments.scalar(kept, self.segment_ids)
         none = _arguments.scalar(n, self.segment_ids)
         ids = jnp.where(self.segment_ids < kept, self.segment_ids, none)
         return self._make_unchecked(self.values, ids, n, self.is_sorted)
@@ -791,8 +806,8 @@ def _rows_of(positions: Any, shape: Sequence[int]) -> Any:
     """Returns the row of each position in a matrix of `shape`, S for padding."""
     rows, columns = shape
     xp = np if isinstance(positions, np.ndarray) else jnp
-    row = positions // np.int32(max(columns, 1))
-    return xp.where(positions < rows * columns, row, np.int32(rows))
+    row = positions // _arguments.scalar(_compat.max_dim(columns, 1), positions)
+    return xp.where(positions < rows * columns, row, _arguments.scalar(rows, row))
 
 
 def _gather(x: Any, positions: Any) -> Any:

@@ -66,7 +66,9 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     # padding of the same value.
     out, slot, others = merge.merge_plan(flat, largest, size)
     is_largest = flat == _arguments.scalar(largest, flat)
-    slot = jnp.where(is_largest, jnp.minimum(others, np.int32(size)), slot)
+    slot = jnp.where(
+        is_largest, jnp.minimum(others, _arguments.scalar(size, others)), slot
+    )
     count = others + jnp.any(is_largest).astype(jnp.int32)
     return out, slot.reshape(ids.shape), count
 

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, Scalar
+from sparsejax._segments import elements
 from sparsejax.losses import _scores
 
 
@@ -94,7 +95,8 @@ def in_batch_softmax_loss(
     own = jnp.eye(size, count, dtype=bool)
     is_negative = ~own
     if candidate_ids is not None:
-        ids = jnp.asarray(_arguments.as_integers(_CALL, candidate_ids, "candidate_ids"))
+        ids = _arguments.as_integers(_CALL, candidate_ids, "candidate_ids")
+        ids = jnp.asarray(elements.narrow(_CALL, ids, "candidate_ids"))
         ids = _of_candidates("candidate_ids", ids, count)
         is_negative &= ids[:size, None] != ids[None]
     where = _scores.as_mask(_CALL, where, (size, count))
@@ -104,7 +106,7 @@ def in_batch_softmax_loss(
     if num_hard_negatives is not None:
         n = _arguments.static_int(_CALL, "num_hard_negatives", num_hard_negatives, 1)
         others = jnp.where(is_negative, scores, -jnp.inf)
-        hardest, _ = jax.lax.top_k(others, min(n, count))
+        hardest, _ = jax.lax.top_k(others, _compat.min_dim(n, count))
         scores = jnp.concatenate([right[:, None], hardest], axis=1)
     else:
         scores = jnp.where(is_negative | own, scores, -jnp.inf)

@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from sparsejax import _arguments
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
@@ -450,14 +450,15 @@ def _check_num_ids(call: str, num_ids: Any) -> int:
 
 
 def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
+    size = lambda n: n if _compat.is_symbolic_dim(n) else operator.index(n)
     try:
-        sizes = (operator.index(shape),)
+        sizes = (size(shape),)
     except TypeError:
         try:
-            sizes = tuple(map(operator.index, shape))
+            sizes = tuple(map(size, shape))
         except TypeError:
             sizes = ()
-    if not sizes or min(sizes) < 0 or sizes[-1] < 1:
+    if not sizes or any(n < 0 for n in sizes) or sizes[-1] < 1:
         make = _arguments.wrong if sizes else _arguments.wrong_type
         raise make(
             call,

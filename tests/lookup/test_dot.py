@@ -314,3 +314,20 @@ def test_refusals():
             sj.dot(csr, DENSE, num_columns=columns)
     with pytest.raises(TypeError, match="num_columns must be a static"):
         jax.jit(transposed)(csr, LEFT, C)
+
+
+def test_no_rows():
+    """A matrix with elements and no rows."""
+
+    def csr(value):
+        elements = {"index": jnp.array([1, 2, 2]), "value": value}
+        return sj.SegmentTensor(elements, jnp.zeros(3, jnp.int32), 0)
+
+    dense, value = jnp.ones((5, 2)), jnp.ones(3)
+    assert sj.dot(csr(value), dense).shape == (0, 2)
+    loss = lambda value, dense: sj.dot(csr(value), dense).sum()
+    for g in jax.jit(jax.grad(loss, (0, 1)))(value, dense):
+        assert not g.any()
+    assert not sj.grad(loss, 1, tables=True)(value, dense).to_dense().any()
+    back = sj.dot(csr(value), jnp.ones((0, 2)), transpose=True, num_columns=5)
+    assert not back.to_dense().any()

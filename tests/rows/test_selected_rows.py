@@ -733,3 +733,19 @@ def test_booleans_add_up_to_whether_any_is_true():
         assert_trees_close(got, want)
     assert_trees_close(flags.get(jnp.array([2, 0, 3])), want[[2, 0, 3]])
     assert_trees_close(jnp.zeros((4, 2), bool) + flags, want)
+
+
+def test_equality_is_refused_where_it_would_compare_identity():
+    rows = sj.SelectedRows(jnp.array([1]), ones(1, 2), 3)
+    others = rows, rows.map(lambda v: v), rows.to_dense(), np.ones((3, 2)), 0.0
+    for compare in (operator.eq, operator.ne):
+        for other in others:
+            with pytest.raises(TypeError, match="to_dense"):
+                compare(rows, other)
+            with pytest.raises(TypeError, match="to_dense"):
+                compare(other, rows)
+    for compare in (jnp.array_equal, np.array_equal, np.allclose):
+        with pytest.raises(TypeError, match="to_dense"):
+            compare(rows, rows)
+    assert rows != "rows" and rows is not None
+    assert len({rows, rows.map(lambda v: v)}) == 2

@@ -283,3 +283,10 @@ def test_a_table_read_through_a_reduction_has_a_sparse_gradient(name):
     gradient, dense, expected = run(table)
     assert isinstance(gradient, sj.SelectedRows)
     assert_trees_close(dense, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_elements_in_no_segments(name):
+    """No segments though there are elements: a gradient of zeros."""
+    loss = lambda x: jnp.sum(ours(name)(x, jnp.zeros(N, jnp.int32), 0))
+    assert not jax.grad(loss)(floats((N, 2))).any()

@@ -72,6 +72,8 @@ def bag_sum(
         rows += indexing.append_axes(weights[..., 1], rows.ndim)
     if not spec.segmented:
         return jnp.sum(rows, axis=1)
+    if spec.num_bags == 0:  # JAX cannot differentiate a scatter to an empty axis
+        return rows[:0]
     total = jnp.zeros((spec.num_bags, *rows.shape[1:]), rows.dtype)
     return total.at[spec.segment_ids(rest)].add(
         rows,

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from sparsejax import _arguments
 from sparsejax._rows import indexing
 from sparsejax._segments.reduce.reduction import (
     jax_segment_reduction,
@@ -166,7 +166,7 @@ def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
 
 def _position(x: jax.Array, method: str, segments: Segments) -> jax.Array:
     """Returns the first position of the extreme of each segment."""
-    n = np.int32(x.shape[0])
+    n = _arguments.scalar(x.shape[0], jnp.int32)
     x = lax.stop_gradient(x)
     equal = is_extreme(x, _extreme(x, method, segments), segments)
     place = indexing.append_axes(lax.iota(jnp.int32, x.shape[0]), x.ndim)

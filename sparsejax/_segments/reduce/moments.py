@@ -15,7 +15,7 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import indexing
+from sparsejax._rows import arithmetic, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.reduction import segment_reduction
 from sparsejax._segments.reduce.segments import (
@@ -23,7 +23,6 @@ from sparsejax._segments.reduce.segments import (
     as_floats,
     fill_outside,
     over_segments,
-    safe_divide,
 )
 
 
@@ -48,7 +47,8 @@ def segment_var(x: jax.Array, segments: Segments) -> jax.Array:
     References:
       jraph, `segment_variance`; NumPy, `var`.
     """
-    return _moments(x, segments)[1]
+    centered, count = _centered(x, segments)
+    return arithmetic.safe_divide(segments.sum(centered * centered), count)
 
 
 @segment_reduction(kind="real", empty="0")
@@ -70,11 +70,10 @@ def segment_std(x: jax.Array, segments: Segments) -> jax.Array:
     References:
       torch-scatter, `scatter_std` (which divides by n - 1); NumPy, `std`.
     """
-    var = _moments(x, segments)[1]
-    # The square root of a safe number: `where` multiplies its gradient by 0.
-    is_zero = var == 0
-    root = jnp.sqrt(jnp.where(is_zero, jnp.ones((), var.dtype), var))
-    return jnp.where(is_zero, jnp.zeros((), var.dtype), root)
+    centered, count = _centered(x, segments)
+    centered, unit = segments.in_units(centered)
+    var = arithmetic.safe_divide(segments.sum(centered * centered), count)
+    return unit * arithmetic.root(var)
 
 
 def segment_normalize(
@@ -121,8 +120,11 @@ def segment_normalize(
         raise error(_NORMALIZE, "eps", "a static, positive number", f"{eps!r}", fix)
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
-        centered, var = _moments(as_floats(_NORMALIZE, x), segments)
-        scale = lax.rsqrt(jnp.maximum(var, jnp.array(eps, var.dtype)))
+        centered, count = _centered(as_floats(_NORMALIZE, x), segments)
+        # Small deviations stay as they are: `eps` is larger than their squares.
+        centered, unit = segments.in_units(centered, least=1)
+        var = arithmetic.safe_divide(segments.sum(centered * centered), count)
+        scale = lax.rsqrt(jnp.maximum(var, jnp.array(eps, var.dtype) / (unit * unit)))
         out = centered * segments.broadcast(scale)
         out = out.astype(indexing.float_dtype(x.dtype))
         return fill_outside(_NORMALIZE, out, segments, empty)
@@ -135,9 +137,8 @@ def segment_normalize(
 # ------------------------------------------------------------------ private
 
 
-def _moments(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
-    """Returns elements minus the mean of their segment, and segment variances."""
+def _centered(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
+    """Returns elements minus the mean of their segment, and the segments' lengths."""
     count = segments.lengths()
-    mean = safe_divide(segments.sum(x), count)
-    centered = segments.mask(x - segments.broadcast(mean))
-    return centered, safe_divide(segments.sum(centered * centered), count)
+    mean = arithmetic.safe_divide(segments.sum(x), count)
+    return segments.mask(x - segments.broadcast(mean)), count

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments
-from sparsejax._rows import indexing
+from sparsejax._rows import arithmetic, indexing
 from sparsejax._segments import SegmentTensor, elements
 
 
@@ -53,6 +53,8 @@ class Segments:
 
     def scatter(self, method: str, start: Any, x: jax.Array) -> jax.Array:
         """Combines `start` with each segment's elements by `.at[].add`, `.max`, ..."""
+        if self.count == 0:  # JAX cannot differentiate a scatter to an empty axis
+            return x[:0]
         out = jnp.full((self.count, *x.shape[1:]), start, x.dtype)
         return getattr(out.at[self.ids], method)(
             x,
@@ -65,6 +67,18 @@ class Segments:
     def sum(self, x: jax.Array) -> jax.Array:
         """Returns the sums of `x` in each segment, `[count, ...]`, of equal dtype."""
         return self.scatter("add", 0, x)
+
+    def in_units(self, x: jax.Array, least: int = 0) -> tuple[jax.Array, jax.Array]:
+        """Divides `x` by powers of two, so that its squares are normal numbers.
+
+        Returns:
+          `x` in the unit of its segment, and the units `[count, ...]`: the power of two
+          of the largest element, or of `least` if that is larger.
+        """
+        largest = self.scatter("max", least, jnp.abs(lax.stop_gradient(x)))
+        unit = arithmetic.power_of_two(largest)
+        each = self.broadcast(unit)  # zeros outside
+        return x / jnp.where(each == 0, jnp.ones((), x.dtype), each), unit
 
     def lengths(self) -> jax.Array:
         """Returns the number of elements in each segment, int32 `[count]`."""
@@ -279,32 +293,3 @@ def fill_outside(
     if empty is None:
         return out
     return fill(call, out, ~segments.inside, empty)
-
-
-# ------------------------------------------------------------------ division
-
-
-def safe_divide(total: jax.Array, by: jax.Array) -> jax.Array:
-    """Returns `total / by` with one number of `by` per row, or 0 if that is zero."""
-    is_zero = by == 0
-    by = jnp.where(is_zero, jnp.ones((), by.dtype), by).astype(total.dtype)
-    out = quotient(total, indexing.append_axes(by, total.ndim))
-    return indexing.zero_unless(~is_zero, out)
-
-
-@jax.custom_jvp
-def quotient(total: jax.Array, by: jax.Array) -> jax.Array:
-    """Returns `total / by`, with one number of `by` for many of `total`.
-
-    The derivative multiplies by the inverse. XLA would choose between a division and a
-    product by the surrounding program: an exported program, which is simplified in
-    another order, would differ in the last bit.
-    """
-    return total / by
-
-
-@quotient.defjvp
-def _quotient_jvp(primals, tangents):
-    (total, by), (total_dot, by_dot) = primals, tangents
-    out, inverse = quotient(total, by), 1 / by
-    return out, (total_dot - out * by_dot) * inverse

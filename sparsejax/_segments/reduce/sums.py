@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import indexing
+from sparsejax._rows import arithmetic, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.cumulative import in_order
 from sparsejax._segments.reduce.reduction import jax_segment_reduction
@@ -22,7 +22,6 @@ from sparsejax._segments.reduce.segments import (
     fill,
     fill_empty,
     over_segments,
-    safe_divide,
 )
 
 
@@ -221,11 +220,9 @@ def segment_sqrtn(
             squares = squares.astype(indexing.float_accumulator_dtype(x.dtype))
         else:
             w = _masked_weights(_SQRTN, x, segments, weights)
+            w, _ = segments.in_units(w)
             squares = segments.sum(w * w)
-        # The square root of a safe number: `where` multiplies its gradient by 0.
-        is_zero = squares == 0
-        root = jnp.sqrt(jnp.where(is_zero, jnp.ones((), squares.dtype), squares))
-        by = indexing.zero_unless(~is_zero, root)
+        by = arithmetic.root(squares)
         return _sum_over(_SQRTN, x, w, by, segments, empty)
 
     return over_segments(
@@ -280,7 +277,7 @@ def _sum_over(
         x = x.astype(indexing.float_accumulator_dtype(dtype))
     else:
         x = _weighted(x, w, segments)
-    out = safe_divide(segments.sum(x), by).astype(dtype)
+    out = arithmetic.safe_divide(segments.sum(x), by).astype(dtype)
     return out if empty is None else fill(call, out, by == 0, empty)
 
 

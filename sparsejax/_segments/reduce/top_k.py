@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sparsejax import _arguments
@@ -92,13 +91,14 @@ def _top_k(
     fixed = lax.stop_gradient(columns)
     lowest = jnp.array(identity("max", x.dtype), x.dtype)
     place = lax.iota(jnp.int32, n)
+    none = _arguments.scalar(n, place)
 
     def take(remaining, _):
         """Takes the first of the largest remaining elements of each segment."""
         top = segments.scatter("max", lowest, jnp.where(remaining, fixed, lowest))
         largest = remaining & is_extreme(fixed, top, segments)
-        found = jnp.where(largest, place[:, None], np.int32(n))
-        found = segments.scatter("min", np.int32(n), found)
+        found = jnp.where(largest, place[:, None], none)
+        found = segments.scatter("min", none, found)
         return remaining & (place[:, None] != segments.broadcast(found)), found
 
     # Computed from the data: inside `shard_map` it must vary over the same axes.
@@ -118,7 +118,7 @@ def _top_k(
     # From positions in the data to positions in the segment.
     order = in_order(segments)
     ids = lax.iota(order.segments.ids.dtype, segments.count)
-    begin = jnp.searchsorted(order.segments.ids, ids).astype(jnp.int32)
+    begin = indexing.search_sorted(order.segments.ids, ids)
     inside = order.back(place - order.segments.broadcast(begin))
     positions = jnp.where(is_there, indexing.take_rows(inside, found), -1)
     shape = (segments.count, k, *rest)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sparsejax import _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing, is_quantized
 
@@ -22,7 +23,9 @@ from sparsejax._rows import SelectedRows, indexing, is_quantized
 def merge_duplicates(grad: SelectedRows) -> SelectedRows:
     """Merges duplicates: distinct rows, ascending, with their values summed."""
     # At least one slot, so that no reduction inside `tx` sees an empty array.
-    return grad.coalesce(capacity=max(1, min(grad.capacity, grad.height)))
+    return grad.coalesce(
+        capacity=_compat.max_dim(1, _compat.min_dim(grad.capacity, grad.height))
+    )
 
 
 @functools.singledispatch
@@ -58,7 +61,7 @@ def as_update(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
       grad: the original gradient.
     """
     values = indexing.zero_unless(rows.filled(), values)
-    slots = min(grad.capacity, grad.height)
+    slots = _compat.min_dim(grad.capacity, grad.height)
     return SelectedRows(rows.rows[:slots], values[:slots], rows.height)
 
 

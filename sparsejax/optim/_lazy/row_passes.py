@@ -91,9 +91,10 @@ def is_plain(x: Any) -> bool:
 
 
 def is_traced(grad: SelectedRows, table: Any) -> bool:
-    """Returns True inside a `jit`, for the types that passes accept."""
+    """Returns True inside a `jit`, for the types and sizes that passes accept."""
     return (
-        grad.capacity > 0
+        not _compat.is_symbolic_dim(grad.capacity)  # blocks have static sizes
+        and grad.capacity > 0
         and grad.height > 0
         and not _arguments.is_concrete(table)
         and jnp.issubdtype(table.dtype, jnp.floating)

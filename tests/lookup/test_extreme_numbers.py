@@ -1,0 +1,82 @@
+"""Squares under a root neither overflow nor vanish; no search goes on for ever."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import sparsejax as sj
+
+
+SIZES = pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20, 1e30])
+IDS = np.array([0, 0, 1])
+
+
+@SIZES
+def test_sqrtn_of_any_weights(size):
+    weights = size * jnp.array([1.0, 1.0, 2.0])
+    x = jnp.array([[1.0], [3.0], [5.0]])
+    want = [[4 / np.sqrt(2)], [5.0]]
+    segmented = lambda w: sj.embedding_bag(
+        x, jnp.arange(3), IDS, 2, weights=w, combiner="sqrtn"
+    )
+    padded = lambda w: sj.embedding_bag(
+        x,
+        jnp.array([[0, 1], [2, -1]]),
+        weights=jnp.append(w, 7.0).reshape(2, 2),
+        combiner="sqrtn",
+        padding_id=-1,
+    )
+    reduced = lambda w: sj.segment_sqrtn(x, IDS, 2, weights=w)
+    for fun in (segmented, padded, reduced):
+        np.testing.assert_allclose(fun(weights), want, rtol=1e-6)
+        slope = jax.grad(lambda w, fun=fun: fun(w).sum())(weights)
+        half = 1 / np.sqrt(2)
+        np.testing.assert_allclose(size * slope, [-half, half, 0], atol=1e-6)
+
+
+@SIZES
+def test_max_norm_of_any_rows(size):
+    table = size * jnp.array([[3.0, 4.0], [0.0, 0.0]])
+    read = lambda table: sj.lookup(table, jnp.array([0, 1]), max_norm=size / 2)
+    np.testing.assert_allclose(read(table) / size, [[0.3, 0.4], [0, 0]], rtol=1e-6)
+    slope = jax.grad(lambda t: read(t)[0, 0])(table)
+    np.testing.assert_allclose(slope, [[0.064, -0.048], [0, 0]], atol=1e-6)
+
+
+def test_max_norm_far_from_the_rows():
+    table = jnp.array([[3e30, 4e30], [3e-30, 4e-30]])
+    out = sj.lookup(table, jnp.arange(2), max_norm=1.0)
+    np.testing.assert_allclose(out, [[0.6, 0.8], [3e-30, 4e-30]], rtol=1e-6)
+
+
+@SIZES
+def test_std_and_normalize_of_any_numbers(size):
+    x = size * jnp.array([1.0, 3.0, 7.0])
+    np.testing.assert_allclose(sj.segment_std(x, IDS, 2) / size, [1, 0], rtol=1e-6)
+    slope = jax.grad(lambda x: sj.segment_std(x, IDS, 2).sum())(x)
+    np.testing.assert_allclose(slope, [-0.5, 0.5, 0], atol=1e-6)
+    unit = size if size >= 1 else np.sqrt(1e-5)  # eps bounds the variance from below
+    out = sj.segment_normalize(x, IDS, 2)
+    np.testing.assert_allclose(out, size / unit * np.array([-1, 1, 0]), rtol=1e-6)
+
+
+@SIZES
+def test_cosine_of_any_vectors(size):
+    table = jnp.array([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    scores, ids = sj.top_k(size * table, jnp.array([[1e25, 0.0]]), 3, score="cosine")
+    np.testing.assert_allclose(scores, [[1, 0.6, 0]], rtol=1e-6)
+    assert ids.tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [1000 + 1e-3 * np.arange(3), 1 + 1e-6 * np.arange(4), 1e-38 * np.arange(3)],
+    ids=["wide offset", "few steps of float32", "tiny"],
+)
+def test_a_greedy_search_ends(row):
+    row = jnp.asarray(row[None], jnp.float32)
+    for bits in (2, 4, 8):
+        found = sj.quantize(row, bits, search="greedy").dequantize()
+        plain = sj.quantize(row, bits).dequantize()
+        assert jnp.abs(found - row).max() <= 1.2 * jnp.abs(plain - row).max() + 1e-37
