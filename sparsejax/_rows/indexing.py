@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sparsejax import _arguments, _mesh
+from sparsejax import _arguments, _compat, _mesh
 
 
 def in_range(ids: jax.Array, height: int) -> jax.Array:
