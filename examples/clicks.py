@@ -3,9 +3,9 @@
     python examples/clicks.py --rows 1000000
     python examples/clicks.py --file clicks.parquet --words site,device --numbers age
 
-Without --file it makes clicks by a factorization machine on columns of words, as
-Parquet; no model has a better AUC than its probabilities. The last tenth of the rows is
-held out. Cross layers multiply the columns, dense ones follow (Wang et al., 2021).
+Without --file it makes clicks by a factorization machine on columns of words; no model
+has a better AUC than its probabilities. The last tenth of the rows is held out. Cross
+layers multiply the columns, dense ones follow (Wang et al., 2021).
 """
 
 import argparse
@@ -41,9 +41,8 @@ def make_clicks(path, rows, rng):
         factors = rng.normal(0, 0.3, (len(known), 4))[place]
         total, squares = total + factors, squares + factors**2
     logits += 0.5 * np.sum(total**2 - squares, axis=1)  # of all pairs of columns
-    clicks = rng.random(rows) < 1 / (1 + np.exp(-logits))
-    columns |= {"label": clicks, "number": number}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    columns["label"] = rng.random(rows) < 1 / (1 + np.exp(-logits))
+    pyarrow.parquet.write_table(pyarrow.table(columns | {"number": number}), path)
     return logits
 
 
@@ -94,7 +93,7 @@ def load(folder):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Predicts clicks.")
-    parser.add_argument("--file", help="Parquet or CSV; without, clicks are made")
+    parser.add_argument("--file", help="Parquet; without, clicks are made")
     parser.add_argument("--rows", type=int, default=500_000, help="of the clicks made")
     parser.add_argument("--label", default="label", help="a column of 0 and 1")
     parser.add_argument("--numbers", default="number", help="columns, comma separated")
@@ -106,18 +105,19 @@ def main(argv=None):
     args = parser.parse_args(argv)
     sj.cpu.keep_freed_pages()
     (folder := pathlib.Path(args.out)).mkdir(parents=True, exist_ok=True)
-    path = args.file or folder / "clicks.parquet"
-    if not args.file:
-        logits = make_clicks(path, args.rows, np.random.default_rng(0))
+    if not (file := args.file):
+        file = folder / "clicks.parquet"
+        logits = make_clicks(file, args.rows, np.random.default_rng(0))
     words, numbers = args.words.split(","), [*filter(None, args.numbers.split(","))]
-    columns = {"label": args.label, "numbers": numbers, "ids": words}
-    vocabulary = sj.data.Vocabulary.build(path, columns, min_count=2)
+    table = pyarrow.parquet.read_table(file)
+    vocabulary = sj.data.Vocabulary.build(table, words, min_count=2)
     vocabulary.save(folder / "vocabulary.npz")
-    data = sj.data.read_ids(path, vocabulary, columns, missing=0.0)
-    cut = 9 * len(data["label"]) // 10
-    test = {name: x[cut:] for name, x in data.items()}
+    values = [np.nan_to_num(np.asarray(table[x], "f")) for x in (args.label, *numbers)]
+    data = {"ids": np.stack([*vocabulary.ids(table).values()], axis=1)}
+    data |= {"label": values[0], "numbers": np.stack(values, axis=1)[:, 1:]}
+    cut = 9 * len(table) // 10
     dataset = sj.data.ArrayDataset({name: x[:cut] for name, x in data.items()})
-    print(f"{len(data['label']):,} rows, {sum(vocabulary.sizes()):,} words")
+    print(f"{len(table):,} rows, {sum(vocabulary.sizes()):,} words")
     tables = {name: (vocabulary.size(name), DIM) for name in words}
     layer, tx = sj.nn.EmbeddingCollection(tables), sj.optim.lazy(optax.adam(args.lr))
 
@@ -145,10 +145,10 @@ def main(argv=None):
     save(folder, params, layer, len(words), len(numbers))
     of_float32, served = jax.jit(partial(predict, params, layer=layer)), load(folder)
     for name, score in {"float32": of_float32, "8 bits, as served": served}.items():
-        scores = np.asarray(score(test["ids"], test["numbers"]))
-        print(f"AUC {auc(scores, test['label']):.4f} in {name}")
+        scores = np.asarray(score(data["ids"][cut:], data["numbers"][cut:]))
+        print(f"AUC {auc(scores, data['label'][cut:]):.4f} in {name}")
     if not args.file:
-        print(f"AUC {auc(logits[cut:], test['label']):.4f} of the true probabilities")
+        print(f"AUC {auc(logits[cut:], data['label'][cut:]):.4f} at best")
 
 
 if __name__ == "__main__":

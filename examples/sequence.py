@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pyarrow.dataset
 
 import sparsejax as sj
 
@@ -72,11 +73,9 @@ def best_items(params, inputs, lengths):
 
 def read_sequences(path, columns):
     """The items of each user, in order, and the number of ids of items."""
-    try:
-        vocabulary = sj.data.Vocabulary.build(path, {"ids": columns})
-        user, item = sj.data.read_ids(path, vocabulary, {"ids": columns})["ids"].T
-    except (OSError, ValueError) as error:
-        sys.exit(f"sequence: {error}")
+    table = pyarrow.dataset.dataset(path, format=path.split(".")[-1]).to_table()
+    vocabulary = sj.data.Vocabulary.build(table, columns)
+    user, item = vocabulary.ids(table).values()
     order = np.argsort(user, kind="stable")
     sequences = np.split(item[order], np.flatnonzero(np.diff(user[order])) + 1)
     sequences = [x for x in sequences if len(x) >= 4]

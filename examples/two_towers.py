@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pyarrow.dataset
 
 import sparsejax as sj
 
@@ -27,11 +28,9 @@ HISTORY, WORDS, K = 20, 8, 20  # items of a user, words of a text; recall@K
 
 def read(path, user, item, text, basket):
     """Ids of the columns by name, and the number of ids of each."""
-    columns = {"ids": [*user, *item, *text, *basket]}
-    vocabulary = sj.data.Vocabulary.build(path, columns)
-    ids = sj.data.read_ids(path, vocabulary, columns)["ids"]
-    data = dict(zip(columns["ids"], ids.T))
-    sizes = dict(zip(data, vocabulary.sizes()))
+    table = pyarrow.dataset.dataset(path, format=path.split(".")[-1]).to_table()
+    vocabulary = sj.data.Vocabulary.build(table, [*user, *item, *text, *basket])
+    data, sizes = vocabulary.ids(table), dict(zip(vocabulary.names, vocabulary.sizes()))
     if text:  # its words, [lines, WORDS], padded with 0
         texts = vocabulary.decode(text[0], np.arange(sizes[text[0]]))
         split = [(str(x).lower().split() + [None] * WORDS)[:WORDS] for x in texts]

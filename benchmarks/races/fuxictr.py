@@ -43,14 +43,13 @@ def prepare(folder, data, peer):
     pyarrow.parquet.write_table(
         whole.slice(0, 9 * rows // 10), folder / "valid.parquet"
     )
-    columns = {"label": "label", "numbers": ["number"], "ids": clicks.WORDS}
     for part in ("test", "valid"):
-        path = folder / f"{part}.parquet"
-        vocabulary = sj.data.Vocabulary.build(path, columns, min_count=2)
-        arrays = sj.data.read_ids(path, vocabulary, columns, missing=0.0)
-        named = {f"word {n}": ids for n, ids in enumerate(arrays["ids"].T)}
-        named |= {"number": arrays["numbers"][:, 0], "label": arrays["label"]}
-        cut = 9 * len(arrays["label"]) // 10
+        table = pyarrow.parquet.read_table(folder / f"{part}.parquet")
+        vocabulary = sj.data.Vocabulary.build(table, clicks.WORDS, min_count=2)
+        named = vocabulary.ids(table)
+        for name in ("number", "label"):
+            named[name] = np.asarray(table[name], np.float32)
+        cut = 9 * len(table) // 10
         np.savez(folder / f"{part}-train.npz", **{k: x[:cut] for k, x in named.items()})
         np.savez(folder / f"{part}-held.npz", **{k: x[cut:] for k, x in named.items()})
         np.savetxt(folder / f"{part}-sizes.txt", vocabulary.sizes(), "%d")

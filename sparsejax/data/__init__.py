@@ -8,14 +8,13 @@ Data sets and batches of NumPy arrays and SegmentTensors
 - `DataLoader`: batches of one static shape, shuffled and sharded; it resumes
   exactly.
 
-Ids of words, of files, data frames, Arrow tables and columns
+Ids of words, of data frames, Arrow tables and dicts of columns
 
 - `Vocabulary`: ids by a list of words, which `Vocabulary.build` counts.
 - `HashIds`: ids by a hash.
-- `read_ids`: labels, numbers and ids, as click logs and ratings have them.
-- `iter_ids`: the same, in chunks.
 
-What reads files and data frames needs pyarrow: `pip install 'sparsejax[data]'`.
+Read files with pyarrow, pandas, polars or DuckDB. Words and data frames need pyarrow:
+`pip install 'sparsejax[data]'`.
 """
 
 from sparsejax.data._datasets import (
@@ -24,5 +23,4 @@ from sparsejax.data._datasets import (
 )
 from sparsejax.data._hash_ids import HashIds as HashIds
 from sparsejax.data._loader import DataLoader as DataLoader
-from sparsejax.data._read_ids import iter_ids as iter_ids, read_ids as read_ids
 from sparsejax.data._vocabulary import Vocabulary as Vocabulary

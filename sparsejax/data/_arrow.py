@@ -1,53 +1,151 @@
-"""Columns of any package as pyarrow arrays, and their words.
+"""Tables of any package as batches of columns, and the words of a column.
 
-A word is a string of bytes: text in UTF-8, an integer in decimal. So a column of a data
-frame and the same column of a CSV file have the same words. A missing value (None, NaN,
-a null, an empty string) is the empty word.
+A table is a dict of columns, a data frame of pandas, an object with
+`__arrow_c_stream__` (polars, pyarrow, DuckDB), or an iterable of these.
 
-A column is first reduced to its distinct values by `dictionary_encode`, and only these
-become words. pyarrow is imported by the first call that needs it.
+A word is a string of bytes: text in UTF-8, an integer in decimal. So a column has the
+same words in every package. A missing value (None, NaN, a null, an empty string) is the
+empty word. A column is first reduced to its distinct values by `dictionary_encode`, and
+only these become words. pyarrow is imported by the first call that needs it.
 """
 
-from collections.abc import Iterable, Mapping
+import datetime
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax.data import _columns
 
 
 # A vocabulary stores its words as NumPy's fixed-width bytes, so one word of a megabyte
 # would take a megabyte for every word.
 MAX_WORD_BYTES = 1024
 _EXACT = 2**53  # float64 represents all integers up to this one
-_KINDS = "biufOSUT"  # of NumPy's dtypes; the others are dates, complex numbers, records
 
 
-def import_pyarrow(call: str) -> Any:
+def import_pyarrow() -> Any:
     """Returns pyarrow, or raises an ImportError with the command to install it."""
     try:
         import pyarrow
         import pyarrow.compute
     except ImportError:
         raise ImportError(
-            f"{call}: needs pyarrow, which is not installed. Run pip install "
-            "'sparsejax[data]'."
+            "sparsejax.data reads columns of words and data frames with pyarrow, "
+            "which is not installed. Run pip install 'sparsejax[data]'."
         ) from None
     return pyarrow
 
 
-# ------------------------------------------------------------------ columns
+# ------------------------------------------------------------------ tables
 
 
 def is_table(data: Any) -> bool:
-    """Returns True for a data frame, an Arrow table, or a stream of record batches."""
+    """Returns True for a dict, a data frame, an Arrow table, or a stream of batches."""
     kind = type(data)
     # A polars LazyFrame has columns, but no values until collect().
     if hasattr(kind, "collect"):
         return False
-    if any(hasattr(kind, name) for name in ("columns", "column_names")):
-        return True
-    return hasattr(kind, "__arrow_c_stream__") and hasattr(kind, "schema")
+    is_frame = any(hasattr(kind, name) for name in ("columns", "column_names"))
+    is_stream = hasattr(kind, "__arrow_c_stream__") and hasattr(kind, "schema")
+    return isinstance(data, Mapping) or is_frame or is_stream
+
+
+def columns_of(table: Any) -> dict[str, Any]:
+    """Returns the columns of one table by name."""
+    if isinstance(table, Mapping):
+        names, columns = list(table), list(table.values())
+    elif _is_stream(table):
+        whole = import_pyarrow().table(table)
+        names, columns = whole.column_names, whole.columns
+    else:  # pandas, Hugging Face datasets
+        names = getattr(table, "column_names", None)
+        names = list(table.columns if names is None else names)
+        columns = [table[name] for name in names]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"a table must have columns with strings as names, got {names}. Pass "
+            "them, for example by pandas.read_csv(path, names=[...])."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"the names of columns must differ, got {names}.")
+    return dict(zip(names, columns))
+
+
+def _is_stream(data: Any) -> bool:
+    # The stream of pandas converts all columns, and has the index as a column.
+    return hasattr(data, "__arrow_c_stream__") and not hasattr(data, "iloc")
+
+
+def batches(table: Any) -> Iterator[dict[str, Any]]:
+    """Yields the columns of a table by name, a batch of rows at a time.
+
+    Only one batch of a stream or of an iterable is in memory. A stream of no rows
+    yields one empty batch, which has the names.
+    """
+    if _is_stream(table):
+        stream = import_pyarrow().RecordBatchReader.from_stream(table)
+        for batch in itertools.chain([stream.schema.empty_table()], stream):
+            yield columns_of(batch)
+    elif is_table(table):
+        yield columns_of(table)
+    elif isinstance(table, Iterable) and not isinstance(table, (str, bytes)):
+        for part in table:
+            yield from batches(part)
+    else:
+        is_lazy = hasattr(type(table), "collect")
+        hint = "Read files with pyarrow.csv.read_csv, pandas or polars."
+        raise TypeError(
+            "a table must be a dict of columns, a data frame, an Arrow table or an "
+            f"iterable of these, got {_arguments.kind_of(table)}. "
+            f"{'Call .collect().' if is_lazy else hint}"
+        )
+
+
+def select(batch: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
+    """Returns the columns of these names, or raises a ValueError."""
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"the table has the columns {list(batch)}, but no {missing}.")
+    return [batch[name] for name in names]
+
+
+def ids_of_table(
+    table: Any, names: Sequence[str], ids_of: Callable[[int, "Words"], np.ndarray]
+) -> dict[str, Any]:
+    """Returns the ids of each column of a table that is among `names`.
+
+    Args:
+      table: a table.
+      names: the names of the columns that have ids.
+      ids_of: returns the ids of words of the column at a position in `names`.
+
+    Returns:
+      A dict of int32 `[n]`, or of SegmentTensors for columns of lists.
+    """
+    known, parts = {name: k for k, name in enumerate(names)}, {}
+    for batch in batches(table):
+        parts = parts or {name: [] for name in names if name in batch}
+        if not parts:
+            raise ValueError(
+                f"the table has the columns {list(batch)}, none of {list(names)}."
+            )
+        for name, column in zip(parts, select(batch, list(parts))):
+            words = as_words(column, name)
+            parts[name].append((ids_of(known[name], words), words.lengths))
+    return {name: _join(own) for name, own in parts.items()}
+
+
+def _join(parts: list[tuple[np.ndarray, np.ndarray | None]]) -> Any:
+    ids = np.concatenate([own for own, _ in parts])
+    lengths = [own for _, own in parts if own is not None]
+    return _columns.segments(ids, np.concatenate(lengths)) if lengths else ids
+
+
+# ------------------------------------------------------------------ columns
 
 
 def is_column(data: Any) -> bool:
@@ -56,39 +154,44 @@ def is_column(data: Any) -> bool:
     return any(hasattr(data, name) for name in names)
 
 
-def as_array(call: str, data: Any, name: str) -> Any:
+def as_array(data: Any, name: str) -> Any:
     """Returns a column as a pyarrow Array or ChunkedArray.
 
     Args:
-      call, name: for messages.
       data: a list, a NumPy or JAX array, or a column of pandas, polars, pyarrow or
         another package with `__arrow_c_stream__`.
+      name: the name of the column, for messages.
     """
-    pa = import_pyarrow(call)
-    if isinstance(data, (str, bytes, Mapping)) or is_table(data):
-        _refuse(call, data, name)
+    pa = import_pyarrow()
     if isinstance(data, (pa.Array, pa.ChunkedArray)):
         return data
+    if isinstance(data, (str, bytes, Mapping)) or is_table(data):
+        _refuse(data, name)
     # pyarrow converts columns of pandas, in which NaN is a missing value.
     is_pandas = hasattr(data, "iloc") or type(data).__module__.startswith("pandas.")
-    if hasattr(data, "__arrow_c_stream__") and not is_pandas:
-        return pa.chunked_array(data)
-    if hasattr(data, "__arrow_c_array__"):
-        return pa.array(data)
     if not is_pandas:
-        data = _as_values(call, data, name)
-    try:
-        return pa.array(data, from_pandas=True)
-    except (pa.ArrowException, OverflowError, TypeError, UnicodeError):
-        values = data.tolist() if hasattr(data, "tolist") else list(data)
+        if hasattr(data, "__arrow_c_stream__"):
+            return pa.chunked_array(data)
+        if hasattr(data, "__arrow_c_array__"):
+            return pa.array(data)
+        if hasattr(data, "__array__"):
+            data = np.asanyarray(data)  # pyarrow reads the mask of a masked array
+            if data.dtype.kind in "OT":
+                data = data.tolist()
+            else:
+                data = data.astype(data.dtype.newbyteorder("="), copy=False)
+        elif not isinstance(data, Iterable):
+            _refuse(data, name)
     # pyarrow infers one type for all values, and int64 for integers.
-    try:
-        return pa.array(values, pa.uint64(), from_pandas=True)
-    except (pa.ArrowException, OverflowError, TypeError):
-        return pa.array([_as_word(call, x, name) for x in values], pa.binary())
+    for kind in (None, pa.uint64()):
+        try:
+            return pa.array(data, kind, from_pandas=True)
+        except (pa.ArrowException, OverflowError, TypeError, UnicodeError):
+            continue
+    return pa.array([_as_word(value, name) for value in data], pa.binary())
 
 
-def _as_word(call: str, value: Any, name: str) -> bytes | None:
+def _as_word(value: Any, name: str) -> bytes | None:
     """Returns one value of a column of several types as a word."""
     if isinstance(value, bytes):
         return value
@@ -100,95 +203,80 @@ def _as_word(call: str, value: Any, name: str) -> bytes | None:
     is_float = isinstance(value, (float, np.floating))
     if is_float and float(value).is_integer() and abs(value) <= _EXACT:
         return str(int(value)).encode()
-    if value is None or is_float and value != value or _is_null(value):
+    is_null = type(value).__name__ in ("NAType", "NaTType")  # of pandas
+    if value is None or is_null or is_float and value != value:
         return None
-    _refuse(call, value, name)
+    _refuse(value, name)
 
 
-def _is_null(value: Any) -> bool:
-    return type(value).__name__ in ("NAType", "NaTType")  # of pandas
-
-
-def _as_values(call: str, data: Any, name: str) -> Any:
-    """Returns a list, or a NumPy array of a dtype that pyarrow accepts."""
-    if not hasattr(data, "__array__"):
-        if not isinstance(data, Iterable):
-            _refuse(call, data, name)
-        return list(data)
-    found = data if isinstance(data, np.ma.MaskedArray) else np.asarray(data)
-    if found.ndim != 1 or found.dtype.kind not in _KINDS:
-        _refuse(call, found, name)
-    if found.dtype.kind in "OT":
-        return found.tolist()
-    return found.astype(found.dtype.newbyteorder("="), copy=False)
-
-
-def as_floats(array: Any) -> np.ndarray | None:
-    """Returns a pyarrow array as float64, nulls as NaN; None if it is not numbers."""
-    pa = import_pyarrow("")
-    if pa.types.is_dictionary(array.type):
-        array = array.cast(array.type.value_type)
-    kind, types = array.type, pa.types
-    tests = types.is_integer, types.is_floating, types.is_boolean
-    if not any(test(kind) for test in (*tests, types.is_decimal, types.is_null)):
-        return None
-    numbers = array.cast(pa.float64(), safe=False).fill_null(float("nan"))
-    return numbers.to_numpy(zero_copy_only=False)
+def _refuse(value: Any, name: str) -> NoReturn:
+    hint = ""
+    if is_table(value):
+        hint = " It is a table: pass one of its columns, or call ids(table)."
+    elif isinstance(value, datetime.date):
+        hint = " For timestamps, pass seconds since the first one, as numbers."
+    elif isinstance(value, (float, np.floating)):
+        hint = " Numbers that are not ids are features, or are cut into buckets first."
+    elif np.ndim(value) > 0:
+        hint = " Flatten lists of lists first."
+    raise TypeError(
+        f"the column {name!r} must be strings or integers, or lists of these, got "
+        f"{_arguments.show(value)}.{hint}"
+    )
 
 
 # ------------------------------------------------------------------ words
 
 
-class Column(NamedTuple):
-    """A column of words.
+class Words(NamedTuple):
+    """A column of words, or of lists of words.
 
     Args:
-      words: pyarrow BinaryArray `[k]` without nulls. The last word is empty, and stands
-        for missing values. The same word may occur twice.
-      rows: int64 `[n]`, the position in `words` of each row.
+      distinct: pyarrow BinaryArray `[k]` without nulls. The last word is empty, and
+        stands for missing values. The same word may occur twice.
+      places: int64 `[n]`, the position in `distinct` of each word.
       is_integer: True if all values that are not missing are integers.
+      lengths: int64 `[rows]`, the number of words of each list; None without lists.
     """
 
-    words: Any
-    rows: np.ndarray
+    distinct: Any
+    places: np.ndarray
     is_integer: bool
-
-    def counts(self) -> np.ndarray:
-        """Returns the number of rows of each word, int64 `[k]`."""
-        return np.bincount(self.rows, minlength=len(self.words))
+    lengths: np.ndarray | None
 
 
-def as_column(call: str, data: Any, name: str = "words") -> Column:
-    """Returns a column as words, or raises a TypeError that names `call`.
-
-    Args:
-      call, name: for messages.
-      data: strings, bytes or integers `[n]`, as `as_array` accepts them.
-    """
-    pa = import_pyarrow(call)
-    array = as_array(call, data, name)
+def as_words(data: Any, name: str = "words") -> Words:
+    """Returns the words of a column, which `as_array` accepts."""
+    pa = import_pyarrow()
+    array, lengths = as_array(data, name), None
+    lists = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    if any(test(array.type) for test in lists):
+        lengths = pa.compute.list_value_length(array).fill_null(0).to_numpy()
+        lengths = lengths.astype(np.int64)
+        array = pa.compute.list_flatten(array)
     if not pa.types.is_dictionary(array.type):
         try:
             array = array.dictionary_encode()
-        except pa.ArrowNotImplementedError:  # lists, records
-            _refuse(call, next(iter(array.drop_null().to_pylist()), None), name)
+        except pa.ArrowNotImplementedError:  # lists of lists, records
+            _refuse(next(iter(array.drop_null().to_pylist()), None), name)
     if isinstance(array, pa.ChunkedArray):
         try:
             array = array.unify_dictionaries().combine_chunks()
         except pa.ArrowNotImplementedError:  # dictionaries of string views
             array = pa.array(array.to_pylist()).dictionary_encode()
-    words, is_integer = _as_words(call, array.dictionary, name)
-    _check_words(call, words, name)
-    rows = array.indices.cast(pa.int64()).fill_null(len(words))
+    distinct, is_integer = _as_distinct(array.dictionary, name)
+    _check_words(distinct, name)
+    places = array.indices.cast(pa.int64()).fill_null(len(distinct))
     # The last word is the empty one, which rows without a value have.
-    words = pa.concat_arrays([words, pa.array([b""], pa.binary())])
-    return Column(words, rows.to_numpy(zero_copy_only=False), is_integer)
+    distinct = pa.concat_arrays([distinct, pa.array([b""], pa.binary())])
+    return Words(distinct, places.to_numpy(zero_copy_only=False), is_integer, lengths)
 
 
-def _as_words(call: str, values: Any, name: str) -> tuple[Any, bool]:
+def _as_distinct(values: Any, name: str) -> tuple[Any, bool]:
     """Returns distinct values as a BinaryArray, and True if all are integers."""
-    pa = import_pyarrow(call)
-    kind, types = values.type, pa.types
+    pa = import_pyarrow()
+    kind, types, is_integer = values.type, pa.types, False
+    text = "string large_string string_view binary large_binary binary_view".split()
     if types.is_integer(kind):
         words, is_integer = values.cast(pa.string()), True
     elif types.is_floating(kind):
@@ -199,47 +287,34 @@ def _as_words(call: str, values: Any, name: str) -> tuple[Any, bool]:
         is_wrong = is_given & ~(np.abs(numbers) <= _EXACT)
         is_wrong |= is_given & (np.trunc(numbers) != numbers)
         if is_wrong.any():
-            _refuse(call, float(numbers[np.argmax(is_wrong)]), name)
+            _refuse(float(numbers[np.argmax(is_wrong)]), name)
         whole = np.where(is_given, numbers, 0).astype(np.int64)
         words = pa.array(whole, mask=~is_given).cast(pa.string())
         is_integer = bool(is_given.any())
     elif types.is_boolean(kind) or types.is_null(kind):
-        text = [None if value is None else str(value) for value in values.to_pylist()]
-        words, is_integer = pa.array(text, pa.string()), False
-    elif any(test(kind) for test in _text_types(types)):
-        is_integer = False
-        try:
-            words = values.cast(pa.binary())
-        except pa.ArrowNotImplementedError:  # string views, before pyarrow 20
-            text = [_as_word(call, value, name) for value in values.to_pylist()]
-            words = pa.array(text, pa.binary())
+        shown = [None if value is None else str(value) for value in values.to_pylist()]
+        words = pa.array(shown, pa.string())
+    elif any(getattr(types, f"is_{name}")(kind) for name in text):
+        words = values
     else:
-        _refuse(call, next(iter(values.drop_null().to_pylist()), kind), name)
+        _refuse(next(iter(values.drop_null().to_pylist()), kind), name)
     return words.cast(pa.binary()).fill_null(b""), is_integer
 
 
-def _text_types(types: Any) -> list[Any]:
-    names = "string large_string string_view binary large_binary binary_view"
-    return [getattr(types, f"is_{n}") for n in [*names.split(), "fixed_size_binary"]]
-
-
-def _check_words(call: str, words: Any, name: str) -> None:
+def _check_words(words: Any, name: str) -> None:
     """Raises a ValueError for a word that a vocabulary cannot store."""
     lengths, content = lengths_and_bytes(words)
-    ends = np.cumsum(lengths) - 1
     if lengths.max(initial=0) > MAX_WORD_BYTES:
-        want = f"words of at most {MAX_WORD_BYTES} bytes"
-        raise _arguments.wrong(call, name, want, f"one of {lengths.max()} bytes")
-    ends_in_zero = (lengths > 0) & (content[np.maximum(ends, 0)] == 0)
-    if ends_in_zero.any():
-        found = words[int(np.argmax(ends_in_zero))].as_py()
-        raise _arguments.wrong(
-            call,
-            name,
-            "words that do not end in a zero byte",
-            repr(found[-20:]),
-            "Files with zero bytes are not plain text, but UTF-16, workbooks or "
-            "archives.",
+        raise ValueError(
+            f"the column {name!r} has a word of {lengths.max()} bytes. The limit is "
+            f"{MAX_WORD_BYTES} bytes."
+        )
+    ends = content[np.maximum(np.cumsum(lengths) - 1, 0)]
+    if (at := np.flatnonzero((lengths > 0) & (ends == 0))).size:
+        raise ValueError(
+            f"the column {name!r} has a word that ends in a zero byte, "
+            f"{words[int(at[0])].as_py()[-20:]!r}. Files with zero bytes are not plain "
+            "text, but UTF-16 or binary."
         )
 
 
@@ -259,24 +334,32 @@ def lengths_and_bytes(words: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.diff(places).astype(np.int64), text
 
 
-def decode(words: np.ndarray) -> np.ndarray:
-    """Returns words `S[...]` as text `U[...]`; `as_column` turns them back."""
-    if not words.size:
-        return np.zeros(words.shape, np.str_)
-    return np.char.decode(words, "utf-8", "surrogateescape")
+def as_flat_words(data: Any) -> Words:
+    """Returns the words of a column without lists."""
+    words = as_words(data)
+    if words.lengths is not None:
+        raise TypeError(
+            "words must be strings or integers, got lists of words. Flatten them, or "
+            "call ids(table), which returns a SegmentTensor for a column of lists."
+        )
+    return words
 
 
-def _refuse(call: str, found: Any, name: str) -> NoReturn:
-    hint = ""
-    if is_table(found):
-        hint = " It is a table: pass one of its columns, or encode_columns(table)."
-    elif getattr(getattr(found, "dtype", None), "kind", "") in ("M", "m"):
-        hint = " Of times, pass the seconds since the first one, as floats."
-    elif isinstance(found, (float, np.floating)):
-        hint = " Numbers that are not ids are features, or are cut into buckets first."
-    elif isinstance(found, (list, tuple)) or np.ndim(found) > 1:
-        hint = " Flatten lists of words first, and keep their lengths."
-    raise TypeError(
-        f"{call}: {name} must be strings or integers, one for each row, got "
-        f"{_arguments.show(found)}.{hint}"
-    )
+def place_of(column: Any, names: Sequence[str], count: int | None) -> int:
+    """Returns the position of a column that is given by name or by position.
+
+    Args:
+      column: a name, or a position from 0.
+      names: the names of all columns, or empty.
+      count: the number of columns; None for any number.
+    """
+    if isinstance(column, str):
+        if column not in names:
+            raise ValueError(
+                f"there is no column {column!r}. The columns are {list(names)}."
+            )
+        return list(names).index(column)
+    place = operator.index(column)
+    if place < 0 or count is not None and place >= count:
+        raise IndexError(f"column {place} is out of range for {count} columns.")
+    return place

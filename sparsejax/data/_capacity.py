@@ -23,13 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import _arguments
 from sparsejax.data import _columns
 from sparsejax.data._datasets import ArrayDataset
 from sparsejax.data._sampler import Sampler
 
 
-_CALL = "sparsejax.data.DataLoader"
 _RISK = 1e-12
 _SPILL_RISK = 1e-3
 
@@ -138,9 +136,9 @@ class Buckets:
             if level.size < level.auto < level.sure:
                 auto = f", capacity='auto', which is {level.auto} here"
             raise ValueError(
-                f"{_CALL}: capacity={level.size} of {level.name} is too small: batch "
-                f"{batch} of epoch {epoch} has {found[:, batch].max()} elements, and "
-                f"the largest batch of that epoch has {found.max()}. Pass "
+                f"DataLoader: capacity={level.size} of {level.name} is too small: "
+                f"batch {batch} of epoch {epoch} has {found[:, batch].max()} elements, "
+                f"and the largest batch of that epoch has {found.max()}. Pass "
                 f"capacity={level.sure}, which fits every batch"
                 f"{' of every epoch' if sampler.shuffle else ''}{auto}, or "
                 "overflow='spill' for a second, larger capacity."
@@ -160,10 +158,10 @@ class Buckets:
 
 
 def measure(
-    dataset: ArrayDataset, sampler: Sampler, capacity: Any, overflow: str
+    dataset: ArrayDataset, sampler: Sampler, capacity: Any, spill: bool
 ) -> Buckets:
     """Returns the buckets for the batches of a data set."""
-    risk = _SPILL_RISK if overflow == "spill" else _RISK
+    risk = _SPILL_RISK if spill else _RISK
     found = []
     for column, name, given in zip(
         dataset.columns, dataset.names(), _by_column(dataset, capacity)
@@ -171,21 +169,21 @@ def measure(
         if isinstance(column, _columns.Array):
             if given is not None:
                 raise ValueError(
-                    f"{_CALL}: {name} is an array, which has no capacity, got "
-                    f"capacity={given!r}. Omit it, or pass None for this column."
+                    f"DataLoader: {name} is an array, which has no capacity, got "
+                    f"capacity={given!r}. Pass None for this column."
                 )
             found.append(())
             continue
         lengths = _columns.lengths(column)
         levels = []
         for depth, (own, size) in enumerate(
-            zip(lengths, _by_level(given, len(lengths), name))
+            zip(lengths, _by_level(given, len(lengths)))
         ):
             level_name = f"{name}, level {depth}" if len(lengths) > 1 else name
             levels.append(_as_level(level_name, own, sampler, size, risk))
         found.append(tuple(levels))
     always_fits = all(lv.always_fits for levels in found for lv in levels)
-    return Buckets(tuple(found), overflow == "spill" and not always_fits)
+    return Buckets(tuple(found), spill and not always_fits)
 
 
 def _as_level(
@@ -215,39 +213,36 @@ def _as_level(
 
 
 def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
-    """Returns the capacity given for each column; None for "auto" and for arrays."""
-    ragged = [isinstance(c, _columns.Ragged) for c in dataset.columns]
-    if isinstance(capacity, str) and capacity == "auto":
-        return [None] * len(ragged)
-    if isinstance(capacity, (int, np.integer)) and not isinstance(capacity, bool):
+    """Returns the capacity given for each column; None for arrays."""
+    if isinstance(capacity, (str, int, np.integer)):
+        ragged = [isinstance(c, _columns.Ragged) for c in dataset.columns]
         return [capacity if is_ragged else None for is_ragged in ragged]
     try:
-        parts = dataset.split(_CALL, capacity)
-    except (KeyError, TypeError, ValueError):
-        is_dict = isinstance(dataset.join([None] * len(ragged)), dict)
-        raise _not_a_capacity(capacity, "dict" if is_dict else "tuple") from None
-    return [
-        None if isinstance(part, str) and part == "auto" else part for part in parts
-    ]
+        parts = dataset.split(capacity)
+    except (KeyError, TypeError):
+        parts = []
+    if len(parts) != len(dataset.columns):
+        raise _not_a_capacity(capacity)
+    return parts
 
 
-def _by_level(given: Any, levels: int, name: str) -> list[int | None]:
-    """Returns a capacity or None for each level."""
+def _by_level(given: Any, levels: int) -> list[int | None]:
+    """Returns a capacity for each level, or None to measure it."""
     parts = list(given) if isinstance(given, (tuple, list)) else [given]
-    if len(parts) > levels:
-        raise ValueError(
-            f"{_CALL}: capacity={given!r} of {name} has {len(parts)} numbers, but the "
-            f"column has {levels} level(s) of segments."
-        )
-    for p in parts:
-        if p is not None and not isinstance(p, (int, np.integer)):
-            raise _not_a_capacity(given, "tuple or dict")
-    sizes = [None if p is None else _arguments.check_capacity(_CALL, p) for p in parts]
+    sizes: list[int | None] = []
+    for part in parts:
+        is_auto = part is None or isinstance(part, str) and part == "auto"
+        if not is_auto and (not isinstance(part, (int, np.integer)) or part < 0):
+            raise _not_a_capacity(given)
+        sizes.append(None if is_auto else int(part))
+    if len(sizes) > levels:
+        raise _not_a_capacity(given)
     return sizes + [None] * (levels - len(sizes))
 
 
-def _not_a_capacity(found: Any, kind: str) -> ValueError:
+def _not_a_capacity(given: Any) -> ValueError:
     return ValueError(
-        f"{_CALL}: capacity must be 'auto', an int, or (for several columns) a {kind} "
-        f"with 'auto', an int or None for each column, got {found!r}."
+        "DataLoader: capacity must be 'auto' or a non-negative int; for several "
+        "columns one of these for each, in the structure of the items; for nested rows "
+        f"a tuple with an int for each level, got {given!r}."
     )

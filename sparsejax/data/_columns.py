@@ -53,138 +53,88 @@ class Ragged:
 # ------------------------------------------------------------------ making
 
 
-def as_column(call: str, data: Any, name: str) -> Array | Ragged:
+def as_column(data: Any, name: str) -> Array | Ragged:
     """Makes a column of an array, a CSR matrix, a SegmentTensor, a frame or a list."""
     if isinstance(data, SegmentTensor):
-        return _of_segments(call, data, data, name)
-    data = _of_frame(call, data, name)
+        return _of_segments(data, data, name)
+    if _arrow.is_column(data):  # a pandas Series is indexed by label
+        column = _arrow.as_array(data, name)
+        is_nested = _arrow.import_pyarrow().types.is_nested(column.type)
+        data = column.to_pylist() if is_nested else np.asarray(column)
     if hasattr(data, "tocsr"):  # a matrix of scipy, which is not imported
         if getattr(data, "format", None) != "csr":
             raise TypeError(
-                f"{call}: {name} must be in CSR format if it is a sparse matrix, got "
-                f"{data.format}. Call .tocsr()."
+                f"ArrayDataset: {name} is a sparse matrix in the format {data.format}. "
+                "Call .tocsr()."
             )
         parts = {"index": data.indices, "value": data.data}
-        return Ragged(data, _as_offsets(data.indptr), _leaves(call, parts, name))
-    if isinstance(data, (list, tuple)):
-        return _of_list(call, data, name)
-    if not hasattr(data, "shape") or not hasattr(data, "dtype"):
+        return Ragged(data, _as_offsets(data.indptr), _leaves(parts, name))
+    is_array = hasattr(data, "shape") and hasattr(data, "dtype")
+    if not is_array and isinstance(data, Sequence) and not isinstance(data, str):
+        return _of_list(data if isinstance(data, tuple) else list(data), name)
+    if not is_array:
         raise TypeError(
-            f"{call}: {name} must be an array, a scipy CSR matrix, a SegmentTensor, a "
-            "column of a data frame, or a list with one list or array per row, got "
-            f"{_arguments.kind_of(data)}."
+            f"ArrayDataset: {name} must be an array, a scipy CSR matrix, a "
+            "SegmentTensor, a column of a data frame, or a list with one list or array "
+            f"per row, got {_arguments.kind_of(data)}."
         )
-    return _of_array(call, data, name)
+    return _of_array(data, name)
 
 
-def _of_frame(call: str, data: Any, name: str) -> Any:
-    """Returns a column of a data frame or of Arrow as an array, or as a list of lists.
-
-    A pandas Series has the interface of an array, but its index is by label.
-    """
-    if _arrow.is_column(data):
-        column = _arrow.as_array(call, data, name)
-        is_nested = _arrow.import_pyarrow(call).types.is_nested(column.type)
-        return column.to_pylist() if is_nested else np.asarray(column)
-    is_text = isinstance(data, (str, bytes))
-    if isinstance(data, Sequence) and not isinstance(data, (list, tuple)):
-        return data if is_text else list(data)
-    return data
-
-
-def _of_array(call: str, data: Any, name: str) -> Array:
-    if isinstance(data, np.ma.MaskedArray):
-        raise TypeError(
-            f"{call}: {name} is a masked array, which JAX does not support. Call "
-            ".filled(...), and pass the mask as another column."
-        )
-    _refuse_keys(call, data, name)
+def _of_array(data: Any, name: str) -> Array:
     values = np.asanyarray(data)  # a memory map stays one
-    if values.ndim == 0:
-        raise ValueError(
-            f"{call}: {name} must have one row per example, got a single number."
-        )
-    known = values.dtype.kind in "biufc" or jax.numpy.issubdtype(
+    is_numeric = values.dtype.kind in "biufc" or jax.numpy.issubdtype(
         values.dtype, jax.numpy.inexact
     )
-    if not known:  # strings, objects, dates
+    # The last, padded batch of a masked array would lose the mask.
+    if values.ndim == 0 or not is_numeric or isinstance(values, np.ma.MaskedArray):
         raise TypeError(
-            f"{call}: {name} has dtype {values.dtype}, which JAX does not support. "
-            "Convert it to numbers, and categories to ids."
+            f"ArrayDataset: {name} must be an array of numbers, one row per example, "
+            f"got {_arguments.kind_of(values)}. Convert words to ids, and fill masks."
         )
     dtype = np.dtype(jax.dtypes.canonicalize_dtype(values.dtype))
     if dtype != values.dtype and values.dtype.kind in "iu" and values.size:
         low, high, limits = values.min(), values.max(), np.iinfo(dtype)
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: {name} must fit in {dtype}, got integers from {low} to "
+                f"ArrayDataset: {name} must fit in {dtype}, got integers from {low} to "
                 f"{high}. Set jax_enable_x64, or use smaller ids."
             )
     return Array(data, values, dtype)
 
 
-def _of_list(call: str, data: Any, name: str) -> Array | Ragged:
-    first = data[0] if len(data) else 0
-    _refuse_keys(call, first, name)
-    if _is_number(first):
-        for at, row in enumerate(data):
-            if not _is_number(row):
-                found, one = type(row).__name__, type(first).__name__
-                raise ValueError(
-                    _not_one_column(
-                        call, name, f"row {at} is of type {found} and row 0 of {one}"
-                    )
-                )
-        return _of_array(call, np.asarray(data), name)
+def _of_list(data: Sequence[Any], name: str) -> Array | Ragged:
     try:
-        if all(isinstance(row, np.ndarray) for row in data):
+        if data and all(isinstance(row, np.ndarray) and row.ndim for row in data):
             lengths = [len(row) for row in data]
-            values: Any = np.concatenate(data)  # SegmentTensor would cast 64-bit floats
-        else:
-            st = SegmentTensor.from_lists([_plain(row) for row in data])
-            return dataclasses.replace(_of_segments(call, st, data, name), source=data)
+            values = np.concatenate(data)  # SegmentTensor would cast 64-bit floats
+            offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+            return Ragged(data, offsets, _of_array(values, name))
+        if not any(
+            isinstance(row, (list, tuple, dict)) or np.ndim(row) for row in data
+        ):
+            return _of_array(np.asarray(data), name)
+        rows = [list(row) if isinstance(row, tuple) else row for row in data]
+        return _of_segments(SegmentTensor.from_lists(rows), data, name)
     except (TypeError, ValueError) as e:
         # JAX raises subclasses, whose constructors have other arguments.
         kind = TypeError if isinstance(e, TypeError) else ValueError
-        raise kind(_not_one_column(call, name, str(e).rstrip("."))) from None
-    offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return Ragged(data, offsets, _of_array(call, values, name))
+        raise kind(
+            f"ArrayDataset: the rows of the list {name} do not form a column: {e} Rows "
+            "of different lengths must be lists or arrays of numbers, of one type and "
+            "depth."
+        ) from None
 
 
-def _not_one_column(call: str, name: str, reason: str) -> str:
-    return (
-        f"{call}: the rows of the list {name} do not form a column: {reason}. Rows "
-        "of different lengths must be lists or arrays of numbers, of one type and "
-        "depth."
-    )
-
-
-def _is_number(row: Any) -> bool:
-    return not isinstance(row, (list, tuple, dict)) and np.ndim(row) == 0
-
-
-def _refuse_keys(call: str, data: Any, name: str) -> None:
-    keys = jax.dtypes.prng_key
-    if isinstance(data, jax.Array) and jax.numpy.issubdtype(data.dtype, keys):
-        raise TypeError(
-            f"{call}: {name} contains PRNG keys, which cannot be in a batch. Pass "
-            "jax.random.key_data(keys) instead."
-        )
-
-
-def _plain(row: Any) -> Any:
-    return list(row) if isinstance(row, tuple) else row
-
-
-def _of_segments(call: str, st: SegmentTensor, source: Any, name: str) -> Ragged:
+def _of_segments(st: SegmentTensor, source: Any, name: str) -> Ragged:
     st = st.sort()
     offsets = _as_offsets(np.asarray(st.offsets))
-    return Ragged(source, offsets, _leaves(call, st.values, name))
+    return Ragged(source, offsets, _leaves(st.values, name))
 
 
-def _leaves(call: str, values: Any, name: str) -> Any:
-    array = lambda x: _of_array(call, np.asarray(x), name)
-    nested = lambda x: _of_segments(call, x, None, name)
+def _leaves(values: Any, name: str) -> Any:
+    array = lambda x: _of_array(np.asarray(x), name)
+    nested = lambda x: _of_segments(x, None, name)
     return elements.map_leaves(array, nested, values)
 
 
@@ -281,5 +231,15 @@ def take(
     segment_ids = np.full(capacity, size, np.int32)
     segment_ids[:total] = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     values = _map(lambda x: take(x, places, capacity, tuple(inner)), column.values)
+    return _on_host(values, segment_ids, size)
+
+
+def segments(values: np.ndarray, lengths: np.ndarray) -> SegmentTensor:
+    """Returns a SegmentTensor of NumPy arrays."""
+    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    return _on_host(values, ids, len(lengths))
+
+
+def _on_host(values: Any, segment_ids: np.ndarray, size: int) -> SegmentTensor:
     # The constructors would transfer each array to the device; unflattening does not.
     return SegmentTensor.tree_unflatten((size, True), (values, segment_ids))

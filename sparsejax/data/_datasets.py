@@ -10,13 +10,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ColumnLike, PyTree
-from sparsejax.data import _arrow, _columns, _sources
-
-
-_NO_COLUMN = (
-    "sparsejax.data.ArrayDataset: pass at least one column (an array, a scipy CSR "
-    "matrix, a SegmentTensor or a list of rows), or a dict of columns."
-)
+from sparsejax.data import _arrow, _columns
 
 
 class SimpleDataset:
@@ -44,21 +38,18 @@ class SimpleDataset:
 
     def __init__(self, data: Sequence[Any]):
         if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
-            raise _arguments.wrong_type(
-                "sparsejax.data.SimpleDataset",
-                "data",
-                "a sequence with len() and indexing",
-                _arguments.kind_of(data),
-                "Use list(...) to convert an iterable.",
+            raise TypeError(
+                "SimpleDataset: data must be a sequence with len() and indexing, got "
+                f"{_arguments.kind_of(data)}. Call list(...) of an iterable."
             )
-        refuse_columns("sparsejax.data.SimpleDataset", data)
+        refuse_columns(data)
         self._data = data
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __getitem__(self, key: int | slice) -> Any:
-        return self._data[_as_key("SimpleDataset", key, len(self))]
+        return self._data[_as_key(key, len(self))]
 
     def __repr__(self) -> str:
         return f"SimpleDataset({len(self)} rows)"
@@ -99,40 +90,34 @@ class ArrayDataset:
     """
 
     def __init__(self, *columns: ColumnLike | PyTree):
-        call = "sparsejax.data.ArrayDataset"
-        if not columns:
-            raise ValueError(_NO_COLUMN)
         self._keys: list[Any] | None = None
-        columns = tuple(
-            _sources.columns_of(call, x) if _arrow.is_table(x) else x for x in columns
-        )
-        maps = [column for column in columns if isinstance(column, Mapping)]
-        if maps:
+        tables = [column for column in columns if _arrow.is_table(column)]
+        if tables:
             if len(columns) > 1:
                 raise TypeError(
-                    "sparsejax.data.ArrayDataset: a dict of columns must be the only "
+                    "ArrayDataset: a dict of columns or a table must be the only "
                     f"argument, got {len(columns)}. Put all columns in the dict."
                 )
-            self._keys, columns = list(maps[0]), tuple(maps[0].values())
-            if not columns:
-                raise ValueError(_NO_COLUMN)
+            table = tables[0]
+            named = table if isinstance(table, Mapping) else _arrow.columns_of(table)
+            self._keys, columns = list(named), tuple(named.values())
+        if not columns:
+            raise ValueError("ArrayDataset: there must be at least one column.")
         self._single = self._keys is None and len(columns) == 1
-        named = zip(self.names(len(columns)), columns)
-        self._columns = [_columns.as_column(call, data, name) for name, data in named]
-        for name, column in zip(self.names(), self._columns):
+        names = self.names(len(columns))
+        self._columns = list(map(_columns.as_column, columns, names))
+        for name, column in zip(names, self._columns):
             if len(column) != len(self):
-                first = self.names()[0]
                 raise ValueError(
-                    "sparsejax.data.ArrayDataset: all columns must have the same "
-                    f"number of rows, got {len(column)} for {name} and {len(self)} for "
-                    f"{first}."
+                    "ArrayDataset: all columns must have the same number of rows, got "
+                    f"{len(column)} for {name} and {len(self)} for {names[0]}."
                 )
 
     def __len__(self) -> int:
         return len(self._columns[0])
 
     def __getitem__(self, key: int | slice) -> Any:
-        key = _as_key("ArrayDataset", key, len(self))
+        key = _as_key(key, len(self))
         return self.join([_columns.get(column, key) for column in self._columns])
 
     def __repr__(self) -> str:
@@ -160,43 +145,32 @@ class ArrayDataset:
             return dict(zip(self._keys, parts))
         return parts[0] if self._single else tuple(parts)
 
-    def split(self, call: str, item: PyTree) -> list[Any]:
-        """Splits an item into one part for each column; the inverse of `join`.
-
-        Args:
-          call: str, for messages.
-          item: a tuple or dict in the structure of the items.
-
-        Raises:
-          KeyError, ValueError: the item has other columns.
-        """
+    def split(self, item: PyTree) -> list[Any]:
+        """Splits an item into one part for each column; the inverse of `join`."""
         if self._keys is not None:
             return [item[key] for key in self._keys]
-        parts = [item] if self._single else list(item)
-        if len(parts) != len(self._columns):
-            raise ValueError(f"{call}: {len(parts)} for {len(self._columns)} columns")
-        return parts
+        return [item] if self._single else list(item)
 
 
-def refuse_columns(call: str, dataset: Any) -> None:
-    """Raises a TypeError for columns in place of a sequence of items."""
-    if isinstance(dataset, Mapping):
-        raise TypeError(
-            f"{call}: expected a sequence of items, got a dict. For a dict of columns, "
-            "use ArrayDataset(dict)."
-        )
+def refuse_columns(dataset: Any) -> None:
+    """Raises a TypeError for columns, which are not a sequence of items."""
     if isinstance(dataset, tuple) and any(getattr(x, "shape", ()) for x in dataset):
         raise TypeError(
-            f"{call}: expected a sequence of items, got a tuple of arrays. If they are "
-            "columns, use ArrayDataset(x, y); if they are rows, pass a list."
+            "a data set must be a sequence of items, got a tuple of arrays. If they "
+            "are columns, use ArrayDataset(x, y); if they are rows, pass a list."
+        )
+    if isinstance(dataset, Mapping) or hasattr(dataset, "indptr"):  # a scipy matrix
+        raise TypeError(
+            f"a data set must be a sequence of items, got "
+            f"{_arguments.kind_of(dataset)}. Pass ArrayDataset(columns)."
         )
 
 
-def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
+def as_array_dataset(dataset: Any) -> ArrayDataset:
     """Returns a data set as columns; reads and transposes a sequence of items."""
     if isinstance(dataset, ArrayDataset):
         return dataset
-    refuse_columns(call, dataset)
+    dataset = dataset if isinstance(dataset, SimpleDataset) else SimpleDataset(dataset)
     items = [dataset[i] for i in range(len(dataset))]
     if not items:
         return ArrayDataset(np.zeros(0, np.float32))
@@ -208,9 +182,9 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
         same = type(item) is type(first) and len(item) == len(first)
         if not same or isinstance(item, dict) and item.keys() != keys:
             raise ValueError(
-                f"{call}: item {at} of the data set is {_parts(item)}, but item 0 is "
-                f"{_parts(first)}. All items must be tuples of the same length, or "
-                "dicts with the same keys."
+                "all items of a data set must be tuples of the same length or dicts "
+                f"with the same keys, got {_arguments.show(first)} as item 0 and "
+                f"{_arguments.show(item)} as item {at}."
             )
     columns = {key: _stack([item[key] for item in items]) for key in keys}
     if isinstance(first, dict):
@@ -222,14 +196,6 @@ def as_array_dataset(call: str, dataset: Any) -> ArrayDataset:
 
 
 # ------------------------------------------------------------------ private
-
-
-def _parts(item: Any) -> str:
-    if isinstance(item, dict):
-        return f"a dict with the keys {', '.join(sorted(map(repr, item)))}"
-    if isinstance(item, tuple):
-        return f"a tuple of {len(item)}"
-    return f"a {type(item).__name__}"
 
 
 def _stack(rows: list[Any]) -> Any:
@@ -244,16 +210,10 @@ def _stack(rows: list[Any]) -> Any:
     return [np.asarray(row) for row in rows] if arrays else rows
 
 
-def _as_key(kind: str, key: Any, n: int) -> int | slice:
-    call = f"sparsejax.data.{kind}"
+def _as_key(key: Any, n: int) -> int | slice:
     if isinstance(key, slice):
         return key
-    try:
-        place = operator.index(key)
-    except TypeError:
-        raise TypeError(
-            f"{call}: the index must be an int or a slice, got {_arguments.show(key)}."
-        ) from None
+    place = operator.index(key)
     if not -n <= place < n:
-        raise IndexError(f"{call}: row {place} is out of range for {n} rows.")
+        raise IndexError(f"row {place} is out of range for {n} rows.")
     return place % n

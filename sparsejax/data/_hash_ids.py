@@ -13,18 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import _arguments
-from sparsejax._arguments import ColumnLike
+from sparsejax._arguments import ColumnLike, PyTree
 from sparsejax._hashing import hash_words, mix
 from sparsejax.data import _arrow
-from sparsejax.data._selection import place_of
 
 
 _MASK = (1 << 64) - 1
 _MAX_CELLS = 1 << 20  # bytes of the matrix of some words
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class HashIds:
     """Ids of words by a hash, without a pass over the data; ids may collide.
 
@@ -33,23 +31,23 @@ class HashIds:
     machine. The same word has different ids in different columns.
 
     Args:
-      num_buckets: int B, the number of rows of a table, from 2 to 2^31 - 1; or one int
-        for each column.
+      sizes: int B, the number of rows of each table, from 2 to 2^31 - 1; or one int for
+        each column.
       seed: int; collisions depend on it.
-      names: the names of the columns, in order, or empty. With names, `encode` takes
-        the name of a column, and `read_ids` refuses columns with other names.
+      names: the names of the columns, in order, or empty. `ids` needs them.
 
     Raises:
-      TypeError: `names` are not a list of strings.
-      ValueError: `num_buckets` is out of range, `names` has a name twice, or the two
-        have different lengths.
+      TypeError: `names` is a str.
+      ValueError: a size is out of range, `names` has a name twice, or the two have
+        different lengths.
 
     Example:
       >>> import sparsejax as sj
-      >>> encoder = sj.data.HashIds([1000, 50], names=["ad", "site"])
-      >>> encoder.encode("ad", ["68fd1e64", "", "05db9164", "68fd1e64"])
-      array([184,   0, 633, 184], dtype=int32)
-      >>> encoder.sizes()
+      >>> hashed = sj.data.HashIds([1000, 50], names=["ad", "site"])
+      >>> ids = hashed.ids({"ad": ["68fd1e64", "", "05db9164"], "site": [7, 8, 7]})
+      >>> ids["ad"], ids["site"]
+      (array([184,   0, 633], dtype=int32), array([22, 45, 22], dtype=int32))
+      >>> hashed.sizes()
       [1000, 50]
 
     Without names, a column is its position from 0:
@@ -62,59 +60,58 @@ class HashIds:
       Fowler, Noll, Vo, FNV-1a; Appleby, MurmurHash3 (the finalizer).
     """
 
-    num_buckets: int | Sequence[int]
-    seed: int = 0
-    names: Sequence[str] = ()
+    num_buckets: int | tuple[int, ...]
+    seed: int
+    names: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        several = np.ndim(self.num_buckets) > 0
-        given: Any = self.num_buckets if several else (self.num_buckets,)
-        try:
-            sizes = tuple(map(operator.index, given))
-        except TypeError:
-            sizes = (0,)
-        if not all(2 <= size <= np.iinfo(np.int32).max for size in sizes):
-            raise _arguments.wrong(
-                "sparsejax.data.HashIds",
-                "num_buckets",
-                "an int from 2 to 2147483647, or one for each column",
-                repr(self.num_buckets),
-                "Id 0 is for missing words, and ids are int32.",
-            )
-        seed = _arguments.static_int("sparsejax.data.HashIds", "seed", self.seed)
-        names = _as_names(self.names)
-        if names and several and len(names) != len(sizes):
+    def __init__(
+        self, sizes: int | Sequence[int], seed: int = 0, names: Sequence[str] = ()
+    ):
+        several = np.ndim(sizes) > 0
+        given: Any = sizes if several else [sizes]
+        own = tuple(map(operator.index, given))
+        if not all(2 <= size <= np.iinfo(np.int32).max for size in own):
             raise ValueError(
-                f"sparsejax.data.HashIds: num_buckets has {len(sizes)} entries, but "
-                f"names has {len(names)}. Pass one name for each entry."
+                f"HashIds: sizes must be from 2 to 2147483647, got {sizes}. Id 0 is "
+                "for missing words, and ids are int32."
             )
-        buckets = sizes if several else sizes[0]
-        vars(self).update(num_buckets=buckets, seed=seed, names=names)
+        if isinstance(names, str):
+            raise TypeError(f"HashIds: names must be a list of names, got {names!r}.")
+        if len(set(names)) < len(names) or several and names and len(names) != len(own):
+            raise ValueError(
+                f"HashIds: names must be {len(own) if several else 'any number of'} "
+                f"different names, one for each of the sizes, got {list(names)}."
+            )
+        buckets = own if several else own[0]
+        vars(self).update(
+            num_buckets=buckets, seed=operator.index(seed), names=tuple(names)
+        )
 
-    def sizes(self, num_columns: int | None = None) -> list[int]:
-        """Returns the number of ids of each column, the rows of its table.
+    def sizes(self) -> list[int]:
+        """Returns the number of ids of each column, the rows of its table."""
+        if isinstance(self.num_buckets, int):
+            return [self.num_buckets] * max(len(self.names), 1)
+        return list(self.num_buckets)
+
+    def ids(self, table: PyTree) -> dict[str, Any]:
+        """Returns the ids of the columns of a table, as `Vocabulary.ids` does.
 
         Args:
-          num_columns: int, the number of columns. It may be None if `num_buckets` is a
-            list or if there are names.
+          table: a dict of columns, a data frame, an Arrow table, or an iterable of
+            these. Columns that are not in `names` are ignored.
+
+        Returns:
+          A dict of int32 `[n]`, or of SegmentTensors for columns of lists.
 
         Raises:
-          ValueError: there is another number of columns, or it is not known.
+          ValueError: there are no `names`, or the table has none of them.
         """
-        own, buckets = self._num_columns(), self.num_buckets
-        count = own if num_columns is None else num_columns
-        if count is None:
+        if not self.names:
             raise ValueError(
-                "sparsejax.data.HashIds.sizes: the number of columns is not known. "
-                "Pass num_columns, or make HashIds with names=."
+                "HashIds.ids: the columns have no names. Make it by HashIds(sizes, "
+                "names=[...]), since ids depend on the position of a column."
             )
-        if own is not None and count != own:
-            field = "names" if isinstance(buckets, int) else "num_buckets"
-            raise ValueError(
-                f"sparsejax.data.HashIds: {field} has {own} entries, but "
-                f"there are {num_columns} columns of words."
-            )
-        return [buckets] * count if isinstance(buckets, int) else list(buckets)
+        return _arrow.ids_of_table(table, self.names, self._ids_of)
 
     def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
         """Returns the ids of words, int32 `[n]`; 0 for missing words.
@@ -129,37 +126,15 @@ class HashIds:
           ValueError: there is no column of that name.
           IndexError: `column` is out of range.
         """
-        call = "sparsejax.data.HashIds.encode"
-        place = place_of(call, column, self.names, self._num_columns())
-        return self._ids_of(place, _arrow.as_column(call, words))
+        count = None if isinstance(self.num_buckets, int) else len(self.num_buckets)
+        place = _arrow.place_of(column, self.names, count)
+        return self._ids_of(place, _arrow.as_flat_words(words))
 
-    def _num_columns(self) -> int | None:
-        """Returns the number of columns, or None if it is not known."""
-        if not isinstance(self.num_buckets, int):
-            return len(self.num_buckets)
-        return len(self.names) or None
-
-    def _ids_of(self, column: int, words: _arrow.Column) -> np.ndarray:
+    def _ids_of(self, column: int, words: _arrow.Words) -> np.ndarray:
         sizes = self.num_buckets
         size = sizes if isinstance(sizes, int) else sizes[column]
         salt = _mix_int(_mix_int(self.seed + 1) + column)
-        return _hash(words.words, salt, size)[words.rows]
-
-
-# ------------------------------------------------------------------ private
-
-
-def _as_names(names: Any) -> tuple[str, ...]:
-    call = "sparsejax.data.HashIds"
-    is_list = isinstance(names, (list, tuple, np.ndarray))
-    if not is_list or not all(isinstance(name, str) for name in names):
-        want = "a list of strings, one for each column"
-        raise _arguments.wrong_type(call, "names", want, _arguments.show(names))
-    found = tuple(map(str, names))
-    for name in found:
-        if found.count(name) > 1:
-            raise ValueError(f"{call}: names has {name!r} twice.")
-    return found
+        return _hash(words.distinct, salt, size)[words.places]
 
 
 def _hash(words: Any, salt: int, size: int) -> np.ndarray:
@@ -173,8 +148,8 @@ def _hash(words: Any, salt: int, size: int) -> np.ndarray:
         own, begin = lengths[at : at + step], starts[at : at + step]
         places = begin[:, None] + np.arange(int(own.max()))
         matrix = text[np.minimum(places, len(text) - 1)]
-        found = hash_words(matrix, own, salt) % np.uint64(size - 1)
-        ids[at : at + step] = np.where(own > 0, found + np.uint64(1), 0)
+        hashed = hash_words(matrix, own, salt) % np.uint64(size - 1)
+        ids[at : at + step] = np.where(own > 0, hashed + np.uint64(1), 0)
     return ids
 
 

@@ -19,16 +19,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 
-from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.data import _capacity, _columns
 from sparsejax.data._datasets import ArrayDataset, as_array_dataset
 from sparsejax.data._sampler import Sampler
 
 
-_CALL = "sparsejax.data.DataLoader"
 _LOG = logging.getLogger("sparsejax.data")
 
 
@@ -114,52 +111,48 @@ class DataLoader:
         shard: tuple[int, int] = (0, 1),
         device: Any = None,
     ):
-        if hasattr(dataset, "indptr"):  # a matrix of scipy, whose len() raises
-            raise TypeError(
-                f"{_CALL}: dataset must be an ArrayDataset, got "
-                f"{_arguments.kind_of(dataset)}. Pass ArrayDataset(X), or "
-                "ArrayDataset(X, y) with labels."
-            )
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise TypeError(
-                f"{_CALL}: dataset must be an ArrayDataset, a SimpleDataset or a "
-                f"sequence of items, got {_arguments.kind_of(dataset)}. For columns, "
-                "use ArrayDataset(X, y)."
-            )
-        self._dataset = as_array_dataset(_CALL, dataset)
+        self._dataset = as_array_dataset(dataset)
         if not len(self._dataset):
-            raise ValueError(f"{_CALL}: the data set has no rows.")
-        modes, hint = ("error", "spill"), "'spill' adds a second, larger capacity."
-        overflow = _arguments.check_mode(_CALL, overflow, modes, hint, "overflow")
-        drops = False if drop_remainder is None else drop_remainder
+            raise ValueError("DataLoader: the data set has no rows.")
+        if overflow not in ("error", "raise", "spill"):
+            raise ValueError(
+                f"DataLoader: overflow must be 'error' or 'spill', got {overflow!r}."
+            )
         self._sampler = sampler = Sampler(
             num_rows=len(self._dataset),
-            batch_size=_arguments.static_int(_CALL, "batch_size", batch_size, 1),
-            shuffle=_arguments.check_bool(_CALL, "shuffle", shuffle),
-            seed=_arguments.static_int(_CALL, "seed", seed),
-            drop_remainder=_arguments.check_bool(_CALL, "drop_remainder", drops),
+            batch_size=operator.index(batch_size),
+            shuffle=bool(shuffle),
+            seed=operator.index(seed),
+            drop_remainder=bool(drop_remainder),
             shard=_as_shard(shard),
         )
+        if batch_size < 1 or seed < 0 or num_workers < 0:
+            raise ValueError(
+                "DataLoader: batch_size must be positive, and seed and num_workers not "
+                f"negative, got {batch_size}, {seed} and {num_workers}."
+            )
         if not len(sampler):
             raise ValueError(
-                f"{_CALL}: {sampler.num_rows} rows on {sampler.shard[1]} shard(s) do "
-                f"not fill a batch of {sampler.batch_size}. Use a smaller batch_size, "
-                "or drop_remainder=False."
+                f"DataLoader: {sampler.num_rows} rows on {sampler.shard[1]} shard(s) "
+                f"do not fill a batch of {batch_size}. Use a smaller batch_size, or "
+                "drop_remainder=False."
             )
-        self._mask = _arguments.check_bool(_CALL, "mask", mask)
+        self._mask = bool(mask)
         item = self._dataset.join([None] * len(self._dataset.columns))
         if self._mask and isinstance(item, dict) and "mask" in item:
             raise ValueError(
-                f"{_CALL}: mask=True stores the mask under the key 'mask', but the "
+                "DataLoader: mask=True stores the mask under the key 'mask', but the "
                 "data set already has a column of that name. Rename the column."
             )
         if drop_remainder is None and not self._mask:
             _warn_of_padding(sampler)
-        self._num_workers = _arguments.static_int(_CALL, "num_workers", num_workers)
+        self._num_workers = operator.index(num_workers)
         if self._num_workers:
-            _import_grain("num_workers > 0")
-        self._device = _as_device(device)
-        self._buckets = _capacity.measure(self._dataset, sampler, capacity, overflow)
+            _import_grain()
+        self._device = device
+        self._buckets = _capacity.measure(
+            self._dataset, sampler, capacity, overflow == "spill"
+        )
         self._buckets.check(sampler, 0, sampler.rows(0))
         self._next = (0, 0)
         self._last: LoaderIterator | None = None
@@ -194,15 +187,7 @@ class DataLoader:
         rows, a tuple of ints, outermost first. None if all columns are arrays. With
         `overflow="spill"` this is the first capacity.
         """
-        return self._shown(0)
-
-    @property
-    def spill_capacity(self) -> Any:
-        """The second capacity of `overflow="spill"`, or None without one."""
-        return self._shown(1) if self._buckets.spills else None
-
-    def _shown(self, bucket: int) -> Any:
-        own = [s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[bucket]]
+        own = [s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[0]]
         given = [size for size in own if size is not None]
         if len(given) == 1:
             return given[0]
@@ -244,25 +229,23 @@ class DataLoader:
 
     def _check_state(self, state: Any) -> tuple[int, int]:
         facts = self._facts()
-        want = {"epoch", "batch", *facts}
-        if not isinstance(state, dict) or state.keys() != want:
-            is_dict = isinstance(state, dict)
-            error = _arguments.wrong if is_dict else _arguments.wrong_type
-            keys = f"a dict returned by get_state(), with the keys {sorted(want)}"
-            raise error(_CALL, "state", keys, repr(state))
+        if state.keys() != {"epoch", "batch", *facts}:
+            raise ValueError(
+                "DataLoader.set_state: state must be a dict that get_state() returned, "
+                f"with the keys {sorted({'epoch', 'batch', *facts})}, got {state}."
+            )
         for name, ours in facts.items():
             if state[name] != ours:
                 raise ValueError(
-                    f"{_CALL}: the state was saved by a loader with "
+                    "DataLoader.set_state: the state was saved by a loader with "
                     f"{name}={state[name]!r}, but this one has {name}={ours!r}, so its "
                     "batches have other rows."
                 )
-        epoch = _arguments.static_int(_CALL, "state['epoch']", state["epoch"])
-        batch = _arguments.static_int(_CALL, "state['batch']", state["batch"])
-        if batch > len(self):
+        epoch, batch = operator.index(state["epoch"]), operator.index(state["batch"])
+        if epoch < 0 or not 0 <= batch <= len(self):
             raise ValueError(
-                f"{_CALL}: the state is at batch {batch}, but an epoch has only "
-                f"{len(self)} batches."
+                f"DataLoader.set_state: the state is at batch {batch} of epoch "
+                f"{epoch}, but an epoch has {len(self)} batches."
             )
         return epoch, batch
 
@@ -275,8 +258,7 @@ class DataLoader:
           epoch: int, from 0.
 
         Raises:
-          ValueError: `epoch` is not a non-negative int, or a batch of that epoch does
-            not fit and `overflow` is not "spill".
+          ValueError: a batch of that epoch does not fit, and `overflow` is not "spill".
           ImportError: grain is not installed.
 
         Example:
@@ -286,8 +268,7 @@ class DataLoader:
           >>> [float(x.sum()) for x in batches.map(lambda x: x * 10)]
           [10.0, 50.0, 90.0]
         """
-        epoch = _arguments.static_int(_CALL, "epoch", epoch)
-        return _import_grain("to_grain").MapDataset.source(self._batches(epoch))
+        return _import_grain().MapDataset.source(self._batches(epoch))
 
     def _batches(self, epoch: int) -> _Batches:
         rows = self._sampler.rows(epoch)
@@ -298,7 +279,7 @@ class DataLoader:
         threads = self._num_workers
         if not threads:
             return _InOrder(self._batches(epoch), batch)
-        grain = _import_grain("num_workers > 0")
+        grain = _import_grain()
         # Two batches per thread: one in preparation, one waiting.
         options = grain.ReadOptions(
             num_threads=threads, prefetch_buffer_size=2 * threads
@@ -317,16 +298,7 @@ class LoaderIterator(Iterator[Any]):
 
     def __next__(self) -> Any:
         batch, device = next(self._batches), self._loader._device
-        if device is None:
-            return batch
-        try:
-            return jax.device_put(batch, device)
-        except ValueError as error:
-            raise ValueError(
-                f"{_CALL}: a batch cannot be placed on device=. Use a batch_size, and "
-                "for ragged columns a capacity, that is divisible by the number of "
-                f"devices. The error of JAX: {error}"
-            ) from error
+        return batch if device is None else jax.device_put(batch, device)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position of the next batch, which json can write."""
@@ -389,48 +361,26 @@ class _Batches:
 # ------------------------------------------------------------------ arguments
 
 
-def _import_grain(user: str) -> Any:
+def _import_grain() -> Any:
     try:
         import grain
     except ImportError:
         raise ImportError(
-            f"{_CALL}: {user} needs grain, which is not installed. Run pip install "
-            "'sparsejax[data]'."
+            "DataLoader: num_workers > 0 and to_grain need grain, which is not "
+            "installed. Run pip install 'sparsejax[data]'."
         ) from None
     return grain
 
 
-def _as_shard(found: Any) -> tuple[int, int]:
-    error: Any = _arguments.wrong
-    index = count = 0
-    try:
-        index, count = map(operator.index, found)
-    except TypeError:
-        error = _arguments.wrong_type
-    except ValueError:  # not two numbers
-        pass
+def _as_shard(shard: Any) -> tuple[int, int]:
+    index, count = map(operator.index, shard)
     if not 0 <= index < count:
-        raise error(
-            _CALL,
-            "shard",
-            "(index, count) with 0 <= index < count",
-            repr(found),
-            "In a multi-process job, pass (jax.process_index(), jax.process_count()).",
+        raise ValueError(
+            f"DataLoader: shard must be (index, count) with 0 <= index < count, got "
+            f"{shard}. In a multi-process job, pass (jax.process_index(), "
+            "jax.process_count())."
         )
     return index, count
-
-
-def _as_device(found: Any) -> Any:
-    """Checks a device, a sharding or a tree of these, as `jax.device_put` accepts."""
-    kinds = jax.Device, jax.sharding.Sharding, jax.sharding.PartitionSpec, Format
-    leaves = jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, kinds))
-    if not all(isinstance(x, kinds) for x in leaves):
-        want = (
-            "a jax.Device (for example jax.devices()[0]), a sharding, or None to leave "
-            "batches in NumPy"
-        )
-        raise _arguments.wrong_type(_CALL, "device", want, repr(found))
-    return found
 
 
 def _warn_of_padding(sampler: Sampler) -> None:
@@ -438,11 +388,10 @@ def _warn_of_padding(sampler: Sampler) -> None:
     padding = len(sampler) * sampler.batch_size * count - sampler.num_rows
     if padding:
         _LOG.warning(
-            "%s: %d rows do not divide into batches of %d%s, so each epoch ends with "
-            "%d row(s) of padding, which looks like data. Pass mask=True to mark it "
-            "(for x, y, mask in loader), drop_remainder=True to drop the rest of the "
-            "rows, or drop_remainder=False to accept the padding.",
-            _CALL,
+            "DataLoader: %d rows do not divide into batches of %d%s, so each epoch "
+            "ends with %d row(s) of padding, which looks like data. Pass mask=True to "
+            "mark it (for x, y, mask in loader), drop_remainder=True to drop the rest "
+            "of the rows, or drop_remainder=False to accept the padding.",
             sampler.num_rows,
             sampler.batch_size,
             f" on {count} shards" if count > 1 else "",

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._arguments import ArrayLike, ColumnLike, Progress, PyTree
+from sparsejax._arguments import ArrayLike, ColumnLike, PyTree
 from sparsejax._files import ArraySpec, as_path, read_npz, replacing
-from sparsejax.data import _arrow, _sources
-from sparsejax.data._selection import as_selection, place_of
+from sparsejax.data import _arrow
 
 
 # Distinct words of batches that wait to be counted together. A batch has nearly as many
 # distinct words as the whole column, so each merge walks over all words.
 _MAX_WAITING = 1 << 22
 
-# The arrays of a file by name. Arrays "words k" and "ids k" must exist for each column
-# k that "columns" refers to.
+# The arrays of a file by name. Arrays "words k", "ids k" and "counts k" must exist for
+# each column k that "columns" refers to.
 _ARRAYS = {
     "columns": ArraySpec("i", (1,)),
     "names": ArraySpec("U", (1,)),
@@ -36,34 +36,114 @@ _ARRAYS = {
 }
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Column:
+    """The words of a column, or of columns that share a vocabulary.
+
+    Args:
+      sorted_words: bytes `[size - 1]`, ascending.
+      ids: int32 `[size - 1]`, the id of each of these words, from 1.
+      counts: int64 `[size]`, the number of occurrences of each id; entry 0 counts
+        missing words and words that were not kept.
+      is_integer: True if all words are integers, which `decode` returns.
+    """
+
+    sorted_words: np.ndarray
+    ids: np.ndarray
+    counts: np.ndarray
+    is_integer: bool
+
+    def __len__(self) -> int:
+        """Returns the number of ids, including id 0."""
+        return len(self.counts)
+
+    def encode(self, words: _arrow.Words) -> np.ndarray:
+        """Returns the ids of words, int32 `[n]`."""
+        known = self.sorted_words
+        lengths, _ = _arrow.lengths_and_bytes(words.distinct)
+        per_word = np.zeros(len(lengths), np.int32)
+        # A longer word is unknown, and NumPy would pad all other words to its length.
+        is_short = lengths <= known.dtype.itemsize
+        if len(known):
+            keys = np.array(words.distinct.filter(is_short).to_pylist(), known.dtype)
+            at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+            per_word[is_short] = np.where(known[at] == keys, self.ids[at], np.int32(0))
+        return per_word[words.places]
+
+    def decode(self, ids: np.ndarray, missing: str | int | None) -> np.ndarray:
+        """Returns the words of ids, in the shape of `ids`."""
+        kinds = (int, np.integer) if self.is_integer else (str,)
+        if missing is not None and not isinstance(missing, kinds):
+            raise TypeError(
+                f"missing must be {_arguments.kind_of(kinds[0]())}, like the words of "
+                f"the column, got {_arguments.show(missing)}."
+            )
+        outside = (ids < 0) | (ids >= len(self))
+        if outside.any():
+            raise IndexError(
+                f"ids must be from 0 to {len(self) - 1}, got {ids[outside].flat[0]}."
+            )
+        if self.is_integer and missing is None and not ids.all():
+            raise ValueError(
+                "id 0 is for missing and out-of-vocabulary words, and the words of "
+                "this column are integers. Pass missing=, for example missing=-1."
+            )
+        distinct, places = np.unique(ids, return_inverse=True)
+        words = self._by_id[distinct]
+        if self.is_integer:
+            decoded = _as_numbers([int(w or missing or 0) for w in words.tolist()])
+        else:
+            decoded = np.char.decode(words, "utf-8", "surrogateescape")
+            if missing:
+                decoded = np.where(distinct == 0, missing, decoded)
+        return decoded[places].reshape(ids.shape)
+
+    @functools.cached_property
+    def _by_id(self) -> np.ndarray:
+        """The words in the order of ids, after the empty word."""
+        words = np.zeros(len(self), self.sorted_words.dtype)
+        words[self.ids] = self.sorted_words
+        return words
+
+    def prune(self, min_count: int, max_size: int | None) -> Column:
+        """Returns a column of the words that are in these limits.
+
+        Ids are in the order of falling counts; equal counts in the order of bytes.
+        """
+        counts = self.counts[self.ids]
+        kept = np.flatnonzero(counts >= min_count)
+        order = kept[np.argsort(-counts[kept], kind="stable")]
+        order = order if max_size is None else order[: max_size - 1]
+        ids = np.zeros(len(counts), np.int32)
+        ids[order] = np.arange(1, len(order) + 1)
+        words = self.sorted_words[ids > 0]
+        width = int(np.char.str_len(words).max(initial=1))  # the narrowest dtype
+        num_other = self.counts.sum() - counts[order].sum()
+        counts = np.append(num_other, counts[order])
+        return Column(words.astype(f"S{width}"), ids[ids > 0], counts, self.is_integer)
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Vocabulary:
     """Ids of words from a list: one id for each word, 1 for the most frequent word.
 
     Id 0 is for out-of-vocabulary (OOV) and missing words. `build` makes a vocabulary of
-    a file, a data frame or columns; the same words give the same ids in all of them.
-    Each column has its own ids, except columns that share a vocabulary.
+    the columns of a table, and `ids` returns the ids of another table. Each column has
+    its own ids, except columns that share a vocabulary.
 
     Args:
-      sorted_words: for each column, an array of its words, bytes in ascending order.
-        `words` is the method that returns them in the order of their ids.
-      ids: for each column, the ids of these sorted words, int32, starting from 1.
-      names: the names of the columns, or empty. `read_ids` refuses columns with other
-        names.
-      frequencies: for each column, the number of occurrences of each id, int64
-        `[size]`; entry 0 counts missing words and words that are not kept. Or empty.
-      integers: for each column, True if its words are integers, which `decode` returns.
+      columns: the words of each column, by its name; `build` and `load` make them.
 
     Two vocabularies are equal if they have the same names, words and ids.
 
     Example:
       >>> import numpy as np, sparsejax as sj
-      >>> users, items = np.array([7, 8, 7]), ["tea", "jam", "tea"]
-      >>> vocabulary = sj.data.Vocabulary.build({"user": users, "item": items})
+      >>> table = {"user": np.array([7, 8, 7]), "item": ["tea", "jam", "tea"]}
+      >>> vocabulary = sj.data.Vocabulary.build(table)
       >>> vocabulary
       Vocabulary(user: 3 ids, item: 3 ids)
-      >>> vocabulary.encode("item", ["jam", "tea", "new", None])
-      array([2, 1, 0, 0], dtype=int32)
+      >>> vocabulary.ids({"item": ["jam", "tea", "new", None]})
+      {'item': array([2, 1, 0, 0], dtype=int32)}
       >>> vocabulary.decode("item", [2, 1, 0]), vocabulary.decode("user", [1, 2])
       (array(['jam', 'tea', ''], dtype='<U3'), array([7, 8]))
       >>> vocabulary.words("item")  # word k is the word of id k, and of row k
@@ -78,25 +158,17 @@ class Vocabulary:
       True
     """
 
-    sorted_words: Sequence[np.ndarray]
-    ids: Sequence[np.ndarray]
-    names: Sequence[str] = ()
-    frequencies: Sequence[np.ndarray] = ()
-    integers: Sequence[bool] = ()
+    columns: Mapping[str, Column]
 
     @classmethod
     def build(
         cls,
-        source: str | os.PathLike[str] | Iterable[Any] | PyTree,
-        columns: Mapping[str, Any] | None = None,
+        table: PyTree,
+        columns: Sequence[str] | None = None,
         *,
-        shared: bool | Sequence[Any] | Mapping[str, Any] = (),
-        min_count: int | Mapping[Any, int] = 1,
-        max_size: int | None | Mapping[Any, int | None] = None,
-        separator: str = "auto",
-        header: bool = False,
-        quotes: bool = True,
-        progress: Progress = False,
+        shared: bool | Sequence[Sequence[str]] = (),
+        min_count: int | Mapping[str, int] = 1,
+        max_size: int | None | Mapping[str, int | None] = None,
     ) -> Vocabulary:
         """Counts the words of columns, and keeps the frequent ones.
 
@@ -104,27 +176,22 @@ class Vocabulary:
         text. None, NaN, nulls and empty strings are missing. pyarrow is needed.
 
         Args:
-          source: files, a data frame, an Arrow table or a dict of columns, as in
-            `read_ids`. The columns of a dict may differ in length.
-          columns: a dict with "ids", the columns of words by name or by position, as in
-            `read_ids`. If omitted, all columns are words: `df[["user", "item"]]`.
+          table: a dict of columns, a data frame, an object with `__arrow_c_stream__`,
+            or an iterable of these, of which one batch at a time is in memory. A column
+            has a word, or a list of words, in each row.
+          columns: the names of the columns to read; None for all columns.
           shared: groups of columns that share a vocabulary, such as the two ends of an
-            edge: a list of lists of names, `[["head", "tail"]]`, or of positions in
-            "ids" for columns without names, `[[0, 2]]`; or True for one group.
+            edge, `[["head", "tail"]]`; or True for one group.
           min_count: int, the smallest number of occurrences of a word that is kept; or
             a dict of ints for some of the columns, `{"item": 5}`.
           max_size: int, the largest number of ids of a column, including id 0; or a
             dict.
-          separator, header, quotes: of CSV files, as in `read_ids`.
-          progress: True for a progress bar on stderr, or a function of (bytes read,
-            bytes of all files).
 
         Raises:
           ImportError: pyarrow is not installed.
-          TypeError: `source` or a column has another type.
-          ValueError: there are no columns; `shared` names an unknown column, or one
-            twice; a word has more than 1024 bytes; a file has a malformed row.
-          OSError: a file cannot be read, or is damaged.
+          TypeError: `table` or a column has another type.
+          ValueError: a column is missing; `shared`, `min_count` or `max_size` has other
+            columns; a word has more than 1024 bytes.
 
         Example:
           >>> import sparsejax as sj
@@ -132,92 +199,68 @@ class Vocabulary:
           >>> people = sj.data.Vocabulary.build(edges, shared=[["head", "tail"]])
           >>> people, people.counts("head")
           (Vocabulary(head, tail: 4 ids), array([0, 2, 1, 1]))
-          >>> people.encode_columns(edges)
+          >>> people.ids(edges)
           {'head': array([2, 1], dtype=int32), 'tail': array([1, 3], dtype=int32)}
         """
-        call = "sparsejax.data.Vocabulary.build"
-        selection = as_selection(call, columns)
-        header = _arguments.check_bool(call, "header", header) or selection.needs_names
-        text = _sources.check_text(call, separator, header, quotes)
-        sources = _sources.check_source(call, source)
         names: list[str] = []
-        groups: list[list[int]] | None = None
+        groups: list[list[str]] = []
         limits: list[tuple[int, int | None]] = []
-        counts: list[_Counts] = []
-        for table in _sources.open_tables(call, sources, text, progress):
-            found = selection.find(table)["ids"]
-            own = selection.names(table)
-            if groups is None:
-                names = own
-                known = names or list(range(len(found)))
-                groups = _as_groups(call, shared, known)
-                limits = _as_limits(call, min_count, max_size, known, groups)
-                counts = [_Counts() for _ in groups]
-            elif own != names:
-                raise ValueError(
-                    f"{call}: all files must have the same columns, got {own} in "
-                    f"{table.name} and {names} in the first."
-                )
-            for batch in table.read(found, ()):
-                for group, part in zip(groups, counts):
-                    for place in group:
-                        name = found[place]
-                        where = table.describe(name)
-                        part.add(_arrow.as_column(call, batch[name], where))
-        kept: dict[int, Any] = {}
-        for group, limit, part in zip(groups or [], limits, counts, strict=True):
-            words, totals, is_integer = part.total()
-            ranked = _ranked(words, totals, *limit)
-            kept.update((place, (*ranked, is_integer)) for place in group)
-        ordered = [kept[place] for place in sorted(kept)]
-        words, ids, frequencies, integers = ([x[k] for x in ordered] for k in range(4))
-        return cls(words, ids, names, frequencies, integers)
+        counters: dict[str, _Counter] = {}
+        for batch in _arrow.batches(table):
+            if not names:
+                names = list(batch if columns is None else columns)
+                groups = _as_groups(shared, names)
+                limits = _as_limits(min_count, max_size, groups)
+                for group in groups:
+                    counters.update(dict.fromkeys(group, _Counter()))
+            for name, column in zip(names, _arrow.select(batch, names)):
+                counters[name].add(_arrow.as_words(column, name))
+        if not names:
+            raise ValueError("Vocabulary.build: the table has no columns.")
+        made: dict[str, Column] = {}
+        for group, (least, most) in zip(groups, limits):
+            made.update(dict.fromkeys(group, counters[group[0]].column(least, most)))
+        return cls({name: made[name] for name in names})
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the columns, in order."""
+        return list(self.columns)
 
     def __eq__(self, other: Any) -> bool:
         if not isinstance(other, Vocabulary):
             return NotImplemented
-        same = lambda a, b: len(a) == len(b) and all(map(np.array_equal, a, b))
-        return (
-            list(self.names) == list(other.names)
-            and same(self.sorted_words, other.sorted_words)
-            and same(self.ids, other.ids)
+        return self.names == other.names and all(
+            np.array_equal(a.sorted_words, b.sorted_words)
+            and np.array_equal(a.ids, b.ids)
+            for a, b in zip(self.columns.values(), other.columns.values())
         )
 
     def __repr__(self) -> str:
-        names = self.names or range(len(self.sorted_words))
-        columns: dict[int, list[str]] = {}
-        for name, words in zip(names, self.sorted_words):
-            columns.setdefault(id(words), []).append(str(name))
-        size = {id(words): len(words) + 1 for words in self.sorted_words}
-        shown = [
-            f"{_shortened(own, ', ')}: {size[k]} ids" for k, own in columns.items()
-        ]
+        groups = [(", ".join(own), len(self.columns[own[0]])) for own in self._groups()]
         # A comma separates the columns of a group, so groups need another sign.
-        several = any(len(own) > 1 for own in columns.values())
-        return f"Vocabulary({_shortened(shown, '; ' if several else ', ')})"
+        sign = "; " if len(groups) < len(self.columns) else ", "
+        return f"Vocabulary({sign.join(f'{own}: {n} ids' for own, n in groups)})"
+
+    def _groups(self) -> list[list[str]]:
+        """Returns the columns that share their words."""
+        groups: dict[int, list[str]] = {}
+        for name, column in self.columns.items():
+            groups.setdefault(id(column), []).append(name)
+        return list(groups.values())
+
+    def _column(self, column: int | str) -> Column:
+        place = _arrow.place_of(column, self.names, len(self.columns))
+        return list(self.columns.values())[place]
 
     # -------------------------------------------------------------- sizes and counts
 
-    def sizes(self, num_columns: int | None = None) -> list[int]:
+    def sizes(self) -> list[int]:
         """Returns the number of ids of each column, including id 0.
 
         This is the number of rows of the column's table.
-
-        Args:
-          num_columns: int, the expected number of columns; None for any number.
-
-        Raises:
-          ValueError: the vocabulary has another number of columns.
         """
-        own = len(self.sorted_words)
-        if num_columns not in (None, own):
-            named = f" {list(self.names)}" if self.names else ""
-            raise ValueError(
-                f"sparsejax.data.Vocabulary: the vocabulary has {own} columns{named}, "
-                f"but there are {num_columns} columns of words. For a single column "
-                "call vocabulary.encode(column, words)."
-            )
-        return [len(words) + 1 for words in self.sorted_words]
+        return list(map(len, self.columns.values()))
 
     def size(self, column: int | str) -> int:
         """Returns the number of ids of one column, including id 0.
@@ -225,7 +268,7 @@ class Vocabulary:
         Args:
           column: the name of the column, or its position from 0.
         """
-        return len(self.sorted_words[self._place("size", column)]) + 1
+        return len(self._column(column))
 
     def counts(self, column: int | str) -> np.ndarray:
         """Returns the number of occurrences of each id in `build`, int64 `[size]`.
@@ -236,23 +279,14 @@ class Vocabulary:
 
         Args:
           column: the name of the column, or its position from 0.
-
-        Raises:
-          ValueError: the vocabulary was made of words and ids, and has no counts.
         """
-        place = self._place("counts", column)
-        if not self.frequencies:
-            raise ValueError(
-                "sparsejax.data.Vocabulary.counts: this vocabulary was made without "
-                "counts. Make it with build."
-            )
-        return self.frequencies[place]
+        return self._column(column).counts
 
     def prune(
         self,
         *,
-        min_count: int | Mapping[Any, int] = 1,
-        max_size: int | None | Mapping[Any, int | None] = None,
+        min_count: int | Mapping[str, int] = 1,
+        max_size: int | None | Mapping[str, int | None] = None,
     ) -> Vocabulary:
         """Returns a vocabulary of fewer words, which keep their ids.
 
@@ -264,44 +298,54 @@ class Vocabulary:
         Returns:
           The vocabulary that `build` makes with these limits.
 
-        Raises:
-          ValueError: the vocabulary was made of words and ids, and has no counts.
-
         Example:
           >>> import sparsejax as sj
           >>> items = ["tea", "jam", "tea", "rye", "jam", "tea"]
-          >>> found = sj.data.Vocabulary.build({"item": items})
-          >>> found.counts("item")
+          >>> vocabulary = sj.data.Vocabulary.build({"item": items})
+          >>> vocabulary.counts("item")
           array([0, 3, 2, 1])
-          >>> common = found.prune(min_count=2)
+          >>> common = vocabulary.prune(min_count=2)
           >>> common, common.counts("item")
           (Vocabulary(item: 3 ids), array([1, 3, 2]))
         """
-        call = "sparsejax.data.Vocabulary.prune"
-        if not self.frequencies:
-            raise ValueError(
-                f"{call}: this vocabulary was made without counts. Make it with build."
-            )
-        columns: dict[int, list[int]] = {}
-        for place, words in enumerate(self.sorted_words):
-            columns.setdefault(id(words), []).append(place)
-        groups = list(columns.values())
-        names = list(self.names) or list(range(len(self.sorted_words)))
-        limits = _as_limits(call, min_count, max_size, names, groups)
-        found: dict[int, Any] = {}
-        for group, (least, largest) in zip(groups, limits):
-            words, ids = self.sorted_words[group[0]], self.ids[group[0]]
-            counts = self.frequencies[group[0]]
-            size = int(np.sum(counts[1:] >= least)) + 1  # counts fall with the id
-            size = size if largest is None else min(size, largest)
-            kept = ids < size
-            frequency = np.append(counts[0] + counts[size:].sum(), counts[1:size])
-            pruned = _narrow(words[kept]), ids[kept], frequency
-            found.update((place, pruned) for place in group)
-        words, ids, counts = ([found[k][x] for k in sorted(found)] for x in range(3))
-        return Vocabulary(words, ids, self.names, counts, self.integers)
+        pruned: dict[str, Column] = {}
+        groups = self._groups()
+        limits = _as_limits(min_count, max_size, groups)
+        for group, (least, most) in zip(groups, limits):
+            column = self.columns[group[0]].prune(least, most)
+            pruned.update(dict.fromkeys(group, column))
+        return Vocabulary({name: pruned[name] for name in self.columns})
 
     # -------------------------------------------------------------- words and ids
+
+    def ids(self, table: PyTree) -> dict[str, Any]:
+        """Returns the ids of the columns of a table; 0 for unknown and missing words.
+
+        Args:
+          table: as in `build`. Columns that the vocabulary does not have are ignored,
+            and it may have more columns. Of an iterable, one batch at a time is in
+            memory, and the ids of all batches are returned together; if these do not
+            fit into memory, call `ids(batch)` in a loop.
+
+        Returns:
+          A dict, by the names of the columns, for `ArrayDataset`: int32 `[n]`, or a
+          SegmentTensor for a column of lists.
+
+        Raises:
+          TypeError: `table` or a column has another type.
+          ValueError: the table has no column of the vocabulary.
+
+        Example:
+          >>> import sparsejax as sj
+          >>> table = {"user": [7, 8], "tags": [["hot", "new"], []], "rating": [5, 1]}
+          >>> vocabulary = sj.data.Vocabulary.build(table, ["user", "tags"])
+          >>> ids = vocabulary.ids(table)
+          >>> ids["user"], ids["tags"].to_lists()
+          (array([1, 2], dtype=int32), [[1, 2], []])
+        """
+        columns = list(self.columns.values())
+        encode = lambda place, words: columns[place].encode(words)
+        return _arrow.ids_of_table(table, self.names, encode)
 
     def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
         """Returns the ids of words, int32 `[n]`; 0 for unknown and missing words.
@@ -316,9 +360,7 @@ class Vocabulary:
           ValueError: the vocabulary has no column of that name.
           IndexError: `column` is out of range.
         """
-        place = self._place("encode", column)
-        call = "sparsejax.data.Vocabulary.encode"
-        return self._ids_of(place, _arrow.as_column(call, words))
+        return self._column(column).encode(_arrow.as_flat_words(words))
 
     def words(
         self, column: int | str, *, missing: str | int | None = None
@@ -343,54 +385,15 @@ class Vocabulary:
         Example:
           >>> import numpy as np, sparsejax as sj
           >>> data = {"item": ["jam", "tea", "tea"], "user": [7, 8, 7]}
-          >>> found = sj.data.Vocabulary.build(data)
-          >>> found.words("item"), found.words("user", missing=-1)
+          >>> vocabulary = sj.data.Vocabulary.build(data)
+          >>> vocabulary.words("item"), vocabulary.words("user", missing=-1)
           (array(['', 'tea', 'jam'], dtype='<U3'), array([-1,  7,  8]))
           >>> table = np.array([[0.0], [0.5], [0.25]])  # the trained rows
-          >>> dict(zip(found.words("item")[1:].tolist(), table[1:].tolist()))
+          >>> dict(zip(vocabulary.words("item")[1:].tolist(), table[1:].tolist()))
           {'tea': [0.5], 'jam': [0.25]}
         """
-        place = self._place("words", column)
-        ids = np.arange(len(self.sorted_words[place]) + 1)
-        return self._words_of("words", place, ids, missing)
-
-    def encode_columns(self, columns: ColumnLike | PyTree) -> dict[str, np.ndarray]:
-        """Returns the ids of several columns by name, for `ArrayDataset`.
-
-        Args:
-          columns: a dict of columns, a data frame or an Arrow table. The vocabulary
-            must have all of these columns, and may have more.
-
-        Returns:
-          A dict of int32 `[n]`.
-
-        Raises:
-          TypeError: as `build`.
-          ValueError: the vocabulary lacks one of the columns.
-
-        Example:
-          >>> import sparsejax as sj
-          >>> data = {"user": [7, 8], "item": ["tea", "jam"]}
-          >>> vocabulary = sj.data.Vocabulary.build(data)
-          >>> vocabulary.encode_columns({"item": ["jam", "tea"]})
-          {'item': array([1, 2], dtype=int32)}
-        """
-        call = "sparsejax.data.Vocabulary.encode_columns"
-        if not isinstance(columns, Mapping) and not _arrow.is_table(columns):
-            raise _arguments.wrong_type(
-                call,
-                "columns",
-                "a dict of columns, a data frame or an Arrow table",
-                _arguments.kind_of(columns),
-            )
-        found = _sources.columns_of(call, columns)
-        places = {name: self._place("encode_columns", name) for name in found}
-        return {
-            name: self._ids_of(
-                places[name], _arrow.as_column(call, x, f"column {name!r}")
-            )
-            for name, x in found.items()
-        }
+        words = self._column(column)
+        return words.decode(np.arange(len(words)), missing)
 
     def decode(
         self, column: int | str, ids: ArrayLike, *, missing: str | int | None = None
@@ -414,16 +417,15 @@ class Vocabulary:
 
         Example:
           >>> import sparsejax as sj
-          >>> found = sj.data.Vocabulary.build({"item": ["tea", "jam", "tea"]})
-          >>> found.decode("item", [[1, 2], [0, 1]], missing="?")
+          >>> vocabulary = sj.data.Vocabulary.build({"item": ["tea", "jam", "tea"]})
+          >>> vocabulary.decode("item", [[1, 2], [0, 1]], missing="?")
           array([['tea', 'jam'],
                  ['?', 'tea']], dtype='<U3')
         """
-        place = self._place("decode", column)
-        ids = np.asarray(
-            _arguments.as_integers("sparsejax.data.Vocabulary.decode", ids)
-        )
-        return self._words_of("decode", place, ids, missing)
+        given = np.asarray(ids)
+        if given.size and given.dtype.kind not in "iu":
+            raise TypeError(f"ids must be integers, got {_arguments.show(ids)}.")
+        return self._column(column).decode(given.astype(np.int64), missing)
 
     def align(
         self,
@@ -456,43 +458,37 @@ class Vocabulary:
 
         Example:
           >>> import numpy as np, sparsejax as sj
-          >>> found = sj.data.Vocabulary.build({"word": ["tea", "jam", "tea"]})
-          >>> found.align(["jam", "rye", "tea"], np.array([[1.0], [2.0], [3.0]]))
+          >>> vocabulary = sj.data.Vocabulary.build({"word": ["tea", "jam", "tea"]})
+          >>> vocabulary.align(["jam", "rye", "tea"], np.array([[1.0], [2.0], [3.0]]))
           array([[0.],
                  [3.],
                  [1.]])
         """
-        call = "sparsejax.data.Vocabulary.align"
-        if column is None:
-            if any(own is not self.sorted_words[0] for own in self.sorted_words):
-                raise ValueError(
-                    f"{call}: the columns have different words. Pass column=, one of "
-                    f"{list(self.names or range(len(self.sorted_words)))}."
-                )
-            column = 0
-        place = self._place("align", column)
-        ids = self._ids_of(place, _arrow.as_column(call, words))
-        if not isinstance(vectors, np.ndarray):
-            vectors = np.asarray(vectors)
+        if column is None and len(self._groups()) > 1:
+            raise ValueError(
+                "Vocabulary.align: the columns have different words. Pass column=, one "
+                f"of {self.names}."
+            )
+        column = 0 if column is None else column
+        ids = self.encode(column, words)
+        vectors = vectors if isinstance(vectors, np.ndarray) else np.asarray(vectors)
         if vectors.ndim != 2 or len(vectors) != len(ids):
             raise ValueError(
-                f"{call}: vectors must have shape [{len(ids)}, D], one row for each of "
-                f"the words, got {list(vectors.shape)}."
+                f"Vocabulary.align: vectors must have shape [{len(ids)}, D], one row "
+                f"for each word, got {list(vectors.shape)}."
             )
-        shape = len(self.sorted_words[place]) + 1, vectors.shape[1]
-        if table is None:
-            out = np.zeros(shape, vectors.dtype)
-        else:
-            out = np.array(table, vectors.dtype)
-            if out.shape != shape:
-                raise ValueError(
-                    f"{call}: table must have shape {list(shape)}, got "
-                    f"{list(out.shape)}."
-                )
-        found, first = np.unique(ids, return_index=True)
-        known = found > 0
-        out[found[known]] = vectors[first[known]]
-        return out
+        shape = self.size(column), vectors.shape[1]
+        given = np.zeros(shape) if table is None else table
+        rows = np.array(given, vectors.dtype)
+        if rows.shape != shape:
+            raise ValueError(
+                f"Vocabulary.align: table must have shape {list(shape)}, got "
+                f"{list(rows.shape)}."
+            )
+        distinct, first = np.unique(ids, return_index=True)
+        is_known = distinct > 0
+        rows[distinct[is_known]] = vectors[first[is_known]]
+        return rows
 
     # -------------------------------------------------------------- files
 
@@ -503,26 +499,25 @@ class Vocabulary:
           path: the path of an `.npz` file. An old file is replaced when the new one is
             complete. Entry k of the array "columns" is the first column that shares the
             vocabulary of column k. Each of these first columns has arrays "words k",
-            "ids k" and, if there are counts, "counts k". The arrays "names" and
-            "integers" have an entry for each column.
+            "ids k" and "counts k". The arrays "names" and "integers" have an entry for
+            each column.
 
         Raises:
           TypeError: `path` is not a path.
           OSError: the file cannot be written.
         """
         path = as_path("sparsejax.data.Vocabulary.save", path)
-        first = [
-            next(j for j, own in enumerate(self.sorted_words) if own is words)
-            for words in self.sorted_words
-        ]
-        arrays: dict[str, np.ndarray] = {"columns": np.array(first, np.int64)}
-        for k in sorted(set(first)):
-            arrays[f"words {k}"] = self.sorted_words[k]
-            arrays[f"ids {k}"] = self.ids[k]
-            if self.frequencies:
-                arrays[f"counts {k}"] = self.frequencies[k]
-        arrays["names"] = np.array(self.names, np.str_)
-        arrays["integers"] = np.array(self.integers, np.bool_)
+        columns = list(self.columns.values())
+        first = list(map(columns.index, columns))  # `Column` compares by identity
+        arrays: dict[str, np.ndarray] = {
+            "columns": np.array(first, np.int64),
+            "names": np.array(self.names, np.str_),
+            "integers": np.array([column.is_integer for column in columns], np.bool_),
+        }
+        for k in set(first):
+            arrays[f"words {k}"] = columns[k].sorted_words
+            arrays[f"ids {k}"] = columns[k].ids
+            arrays[f"counts {k}"] = columns[k].counts
         with replacing(path) as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
 
@@ -539,278 +534,141 @@ class Vocabulary:
           OSError: the file cannot be read.
         """
         call = "sparsejax.data.Vocabulary.load"
-        kind = "a file that Vocabulary.save wrote"
         path = as_path(call, path)
-        found = read_npz(call, path, kind, _ARRAYS)
+        arrays = read_npz(call, path, "a file that Vocabulary.save wrote", _ARRAYS)
         try:
-            _check_columns(found)
+            return cls(_as_columns(arrays))
         except ValueError as e:
-            raise ValueError(f"{call}: {path} is not {kind}: {e}.") from None
-        columns = found["columns"].tolist()
-        words, ids = ([found[f"{x} {k}"] for k in columns] for x in ("words", "ids"))
-        is_counted = any(name.startswith("counts ") for name in found)
-        counts = [found[f"counts {k}"] for k in columns] if is_counted else ()
-        names, integers = found["names"].tolist(), found["integers"].tolist()
-        return cls(words, ids, names, counts, integers)
-
-    # -------------------------------------------------------------- private
-
-    def _place(self, method: str, column: int | str) -> int:
-        call = f"sparsejax.data.Vocabulary.{method}"
-        return place_of(call, column, self.names, len(self.sorted_words))
-
-    def _ids_of(self, place: int, words: _arrow.Column) -> np.ndarray:
-        """Returns the ids of a column of words, int32 `[n]`."""
-        known, ids = self.sorted_words[place], self.ids[place]
-        lengths, _ = _arrow.lengths_and_bytes(words.words)
-        per_word = np.zeros(len(lengths), np.int32)
-        # A longer word is unknown, and NumPy would pad all other words to its length.
-        is_short = lengths <= known.dtype.itemsize
-        if len(known):
-            short = words.words.filter(is_short).to_pylist()
-            keys = np.array(short, known.dtype)
-            at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-            per_word[is_short] = np.where(known[at] == keys, ids[at], np.int32(0))
-        return per_word[words.rows]
-
-    def _words_of(
-        self, method: str, place: int, ids: np.ndarray, missing: str | int | None
-    ) -> np.ndarray:
-        """Returns the words of ids, in the shape of `ids`."""
-        call = f"sparsejax.data.Vocabulary.{method}"
-        is_integer = bool(self.integers) and bool(self.integers[place])
-        kinds = (int, np.integer) if is_integer else (str,)
-        if missing is not None and not isinstance(missing, kinds):
-            raise TypeError(
-                f"{call}: missing must be {_arguments.kind_of(kinds[0]())}, like the "
-                f"words of the column, got {_arguments.show(missing)}."
-            )
-        size = len(self.sorted_words[place]) + 1
-        outside = (ids < 0) | (ids >= size)
-        if outside.any():
-            raise IndexError(
-                f"{call}: ids must be from 0 to {size - 1}, got {ids[outside].flat[0]}."
-            )
-        if is_integer and missing is None and not ids.all():
             raise ValueError(
-                f"{call}: id 0 stands for missing and out-of-vocabulary words, but the "
-                "words of this column are integers. Pass missing=, for example "
-                "missing=-1."
-            )
-        distinct, rows = np.unique(ids, return_inverse=True)
-        words = self._words_by_id[place][distinct]
-        if is_integer:
-            other = int(missing or 0)
-            numbers = [int(word) if word else other for word in words.tolist()]
-            # Hashed ids may be above 2^63, next to negative ones.
-            lowest, highest = min(numbers, default=0), max(numbers, default=0)
-            limits = map(np.iinfo, (np.int64, np.uint64))
-            fits = (x.dtype for x in limits if x.min <= lowest and highest <= x.max)
-            found = np.array(numbers, next(fits, object))
-        else:
-            found = _arrow.decode(words)
-            if missing:
-                found = np.where(distinct == 0, missing, found)
-        return found[rows].reshape(ids.shape)
-
-    @functools.cached_property
-    def _words_by_id(self) -> list[np.ndarray]:
-        """The words of each column in the order of ids, after the empty word."""
-        out = []
-        for words, ids in zip(self.sorted_words, self.ids):
-            out.append(np.zeros(len(words) + 1, words.dtype))
-            out[-1][ids] = words
-        return out
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in self.__dict__.items() if k != "_words_by_id"}
+                f"Vocabulary.load: {path} is not a file that Vocabulary.save wrote: {e}"
+            ) from None
 
 
 # ------------------------------------------------------------------ private
 
 
-def _check_columns(found: dict[str, np.ndarray]) -> None:
-    """Raises a ValueError if the arrays of a file do not form a vocabulary."""
-    columns = found["columns"].tolist()
-    count = len(columns)
-    kinds = ["words", "ids"]
-    kinds += ["counts"] if any(name.startswith("counts ") for name in found) else []
-    expected = {f"{kind} {k}" for kind in kinds for k in set(columns)}
-    if found.keys() != expected | {"columns", "names", "integers"}:
-        raise ValueError(
-            f"its columns {columns[:8]} do not match its arrays "
-            f"{', '.join(sorted(found)[:8])}"
-        )
-    for name in ("names", "integers"):
-        if len(found[name]) not in (0, count):
-            raise ValueError(f"it has {len(found[name])} {name} for {count} columns")
-    for k in sorted(set(columns)):
-        words, ids = found[f"words {k}"], found[f"ids {k}"]
-        if not 0 <= k < count or columns[k] != k:
-            raise ValueError(f"its columns {columns[:8]} share an unknown column")
-        if len(words) != len(ids):
-            raise ValueError(f"column {k} has {len(words)} words and {len(ids)} ids")
-        if (words[1:] <= words[:-1]).any():
-            raise ValueError(f"the words of column {k} are not in ascending order")
-        if len(ids) and not 1 <= ids.min() <= ids.max() <= len(words):
-            raise ValueError(f"the ids of column {k} are not from 1 to {len(words)}")
-        counts = found.get(f"counts {k}", np.zeros(len(words) + 1))
-        if len(counts) != len(words) + 1 or counts.min() < 0:
-            raise ValueError(f"the counts of column {k} do not match its words")
-        found[f"ids {k}"] = ids.astype(np.int32)
-    for k, is_integer in zip(columns, found["integers"]):
-        if is_integer and not _are_integers(found[f"words {k}"]):
-            raise ValueError(f"the words of column {k} are not integers, but marked so")
-
-
-def _are_integers(words: np.ndarray) -> bool:
+def _as_numbers(numbers: list[int]) -> np.ndarray:
+    """Returns ints as int64, uint64 or objects: hashes may be above 2^63."""
     for dtype in (np.int64, np.uint64):
         try:
-            words.astype(dtype)
-            return True
-        except (OverflowError, ValueError):
+            return np.array(numbers, dtype)
+        except OverflowError:
             continue
-    return False
+    return np.array(numbers, object)
+
+
+def _as_columns(arrays: dict[str, np.ndarray]) -> dict[str, Column]:
+    """Returns the columns of a file, or raises a ValueError if it has none."""
+    first, names = arrays["columns"].tolist(), arrays["names"].tolist()
+    integers = arrays["integers"].tolist()
+    expected = {f"{x} {k}" for x in ("words", "ids", "counts") for k in set(first)}
+    if arrays.keys() != expected | {"columns", "names", "integers"}:
+        raise ValueError(f"its columns {first[:8]} do not match its arrays.")
+    if not len(first) == len(set(names)) == len(integers):
+        raise ValueError(f"it has {len(first)} columns with the names {names[:8]}.")
+    columns: dict[int, Column] = {}
+    for k in set(first):
+        words, ids, counts = (arrays[f"{x} {k}"] for x in ("words", "ids", "counts"))
+        n = len(words)
+        if first[k] != k:
+            raise ValueError(f"its columns {first[:8]} share an unknown column.")
+        if (words[1:] <= words[:-1]).any():
+            raise ValueError(f"the words of column {k} are not in ascending order.")
+        if not np.array_equal(np.sort(ids), np.arange(1, n + 1)):
+            raise ValueError(f"the ids of column {k} are not from 1 to {n}.")
+        if len(counts) != n + 1 or counts.min() < 0:
+            raise ValueError(f"the counts of column {k} do not match its words.")
+        if integers[k]:
+            list(map(int, words.tolist()))  # raises a ValueError for other words
+        columns[k] = Column(words, ids.astype(np.int32), counts, integers[k])
+    return {name: columns[k] for name, k in zip(names, first)}
+
+
+def _as_groups(
+    shared: bool | Sequence[Sequence[str]], names: list[str]
+) -> list[list[str]]:
+    """Returns the names of the columns of each vocabulary."""
+    if isinstance(shared, bool):
+        return [names] if shared else [[name] for name in names]
+    groups = [list(group) for group in shared if not isinstance(group, str)]
+    given = [name for group in groups for name in group]
+    if len(groups) < len(shared) or {*given} - {*names} or len({*given}) < len(given):
+        raise ValueError(
+            f"shared must be True or a list of lists with each of the columns {names} "
+            f"at most once, for example [['head', 'tail']], got {shared}."
+        )
+    return groups + [[name] for name in names if name not in given]
 
 
 def _as_limits(
-    call: str, min_count: Any, max_size: Any, names: list[Any], groups: list[list[int]]
+    min_count: Any, max_size: Any, groups: list[list[str]]
 ) -> list[tuple[int, int | None]]:
     """Returns `min_count` and `max_size` of each group of columns."""
-    counts = _per_group(call, "min_count", min_count, 1, names, groups)
-    sizes = _per_group(call, "max_size", max_size, None, names, groups)
-    return list(zip(counts, sizes))
+    counts = _by_group("min_count", min_count, 1, groups)
+    return list(zip(counts, _by_group("max_size", max_size, None, groups)))
 
 
-def _per_group(
-    call: str,
-    argument: str,
-    given: Any,
-    default: int | None,
-    names: list[Any],
-    groups: list[list[int]],
+def _by_group(
+    argument: str, given: Any, default: int | None, groups: list[list[str]]
 ) -> list[Any]:
-    """Returns for each group the value of an argument, an int or a dict by column."""
-    own = dict(given if isinstance(given, Mapping) else dict.fromkeys(names, given))
-    for name, limit in own.items():
-        if name not in names:
+    names = [name for group in groups for name in group]
+    limits = dict(given if isinstance(given, Mapping) else dict.fromkeys(names, given))
+    for name, limit in limits.items():
+        limits[name] = default if limit is default else operator.index(limit)
+        if name not in names or limit is not None and limit < 1:
             raise ValueError(
-                f"{call}: {argument} must have only columns of {names}, got {name!r}."
+                f"{argument} must be a positive int, or a dict of these for some of "
+                f"the columns {names}, got {given}."
             )
-        if limit is not None or default is not None:
-            own[name] = _arguments.static_int(call, argument, limit, 1)
-    found = []
+    of_groups = []
     for group in groups:
-        limits = {own[names[k]] for k in group if names[k] in own}
-        if len(limits) > 1:
+        own = {limits[name] for name in group if name in limits} or {default}
+        of_groups.append(own.pop())
+        if own:
             raise ValueError(
-                f"{call}: {argument} must be the same for the columns "
-                f"{[names[k] for k in group]}, which share a vocabulary, got {given!r}."
+                f"{argument} must be the same for the columns {group}, which share a "
+                f"vocabulary, got {given}."
             )
-        found.append(limits.pop() if limits else default)
-    return found
+    return of_groups
 
 
-def _as_groups(call: str, shared: Any, names: list[Any]) -> list[list[int]]:
-    """Returns the positions of the columns of each vocabulary."""
-    if isinstance(shared, (bool, np.bool_)):
-        return [list(range(len(names)))] if shared else [[k] for k in range(len(names))]
-    of_names = isinstance(shared, (list, tuple)) and all(
-        isinstance(group, (list, tuple)) for group in shared
-    )
-    if not of_names:
-        want = "True, or a list of lists of columns, for example [['head', 'tail']]"
-        raise _arguments.wrong_type(call, "shared", want, _arguments.show(shared))
-    given = [name for group in shared for name in group]
-    for name in given:
-        if name not in names or given.count(name) > 1:
-            raise ValueError(
-                f"{call}: shared must have each of the columns {names} at most once, "
-                f"got {_arguments.show(shared)}."
-            )
-    groups = [[names.index(name) for name in group] for group in shared if group]
-    taken = {column for group in groups for column in group}
-    return groups + [[k] for k in range(len(names)) if k not in taken]
-
-
-class _Counts:
+class _Counter:
     """Counts words batch by batch; needs memory for each distinct word."""
 
     def __init__(self) -> None:
-        self._words: list[Any] = []  # BinaryArrays
-        self._counts: list[np.ndarray] = []  # the counts of their words
+        self._tables: list[Any] = []  # of words and their counts
         self._waiting = 0
-        self._is_integer: set[bool] = set()
+        self._are_integers: set[bool] = set()
 
-    def add(self, column: _arrow.Column) -> None:
-        counts = column.counts()
+    def add(self, words: _arrow.Words) -> None:
+        pa = _arrow.import_pyarrow()
+        counts = np.bincount(words.places, minlength=len(words.distinct))
         # The last word stands for missing values, which have no type.
         if counts[:-1].any():
-            self._is_integer.add(column.is_integer)
-        self._words.append(column.words)
-        self._counts.append(counts)
+            self._are_integers.add(words.is_integer)
+        self._tables.append(pa.table({"word": words.distinct, "count": counts}))
         self._waiting += len(counts)
         if self._waiting > _MAX_WAITING:
             self._merge()
             self._waiting = 0
 
-    def total(self) -> tuple[Any, np.ndarray, bool]:
-        """Returns distinct words, their counts, and True if all are integers."""
-        self._merge()
-        return self._words[0], self._counts[0], self._is_integer == {True}
-
-    def _merge(self) -> None:
-        import pyarrow as pa
-
-        words = pa.chunked_array(self._words, pa.binary())
-        counts = np.concatenate([np.zeros(0, np.int64), *self._counts])
+    def _merge(self) -> Any:
         # An integer and the same integer as text are one word.
-        table = pa.table({"word": words, "count": counts})
-        merged = table.group_by("word").aggregate([("count", "sum")])
-        self._words = [_one_array(merged["word"])]
-        self._counts = [merged["count_sum"].to_numpy().astype(np.int64)]
+        groups = _arrow.import_pyarrow().concat_tables(self._tables).group_by("word")
+        merged = groups.aggregate([("count", "sum")]).select(["word", "count_sum"])
+        self._tables = [merged.rename_columns(["word", "count"])]
+        return self._tables[0]
 
-
-def _one_array(column: Any) -> Any:
-    return column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
-
-
-def _ranked(
-    words: Any, counts: np.ndarray, min_count: int, max_size: int | None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns the words that are kept, ascending; their ids; and the counts by id.
-
-    Ids are in the order of falling counts; equal counts in the order of bytes.
-
-    Args:
-      words: BinaryArray of distinct words.
-      counts: int64, of each.
-      min_count, max_size: the limits of the column.
-    """
-    lengths, _ = _arrow.lengths_and_bytes(words)
-    is_kept = (lengths > 0) & (counts >= min_count)
-    kept = np.array(words.filter(is_kept).to_pylist(), "S")
-    total, counts = counts.sum(), counts[is_kept]
-    by_word = np.argsort(kept)
-    kept, counts = kept[by_word], counts[by_word]
-    order = np.argsort(-counts, kind="stable")
-    if max_size is not None:
-        order = order[: max_size - 1]
-    ids = np.zeros(len(kept), np.int32)
-    ids[order] = np.arange(1, len(order) + 1)
-    frequency = np.concatenate([[total - counts[order].sum()], counts[order]])
-    return _narrow(kept[ids > 0]), ids[ids > 0], frequency
-
-
-def _shortened(shown: list[str], separator: str) -> str:
-    """Joins at most 8 entries of a list, and the number of the others."""
-    limit = 8
-    if len(shown) > limit + 1:
-        shown = [*shown[:limit], f"{len(shown) - limit} more"]
-    return separator.join(shown)
-
-
-def _narrow(words: np.ndarray) -> np.ndarray:
-    """Returns words in the narrowest dtype that holds them."""
-    width = int(np.char.str_len(words).max(initial=1))
-    return words.astype(f"S{width}")
+    def column(self, min_count: int, max_size: int | None) -> Column:
+        """Returns the words that are in these limits."""
+        table = self._merge()
+        counts = table["count"].to_numpy().astype(np.int64)
+        is_word = _arrow.import_pyarrow().compute.not_equal(table["word"], b"")
+        is_kept = is_word.to_numpy() & (counts >= min_count)
+        words = np.array(table["word"].filter(is_kept).to_pylist(), "S")
+        order = np.argsort(words)
+        kept = counts[is_kept][order]
+        counts = np.append(counts.sum() - kept.sum(), kept)
+        ids = np.arange(1, len(words) + 1, dtype=np.int32)
+        whole = Column(words[order], ids, counts, self._are_integers == {True})
+        return whole.prune(min_count, max_size)

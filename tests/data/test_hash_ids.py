@@ -27,7 +27,7 @@ def hash_of(word, column, size, seed=0):
 def test_a_hash_is_the_same_in_every_process():
     words = [f"{i:08x}".encode() for i in range(2000)]
     encoder = sj.data.HashIds([50, 1000], seed=3)
-    for column, size in enumerate(encoder.sizes(2)):
+    for column, size in enumerate(encoder.sizes()):
         ids = encoder.encode(column, words)
         assert ids.tolist() == [hash_of(w, column, size, 3) for w in words]
         counts = np.bincount(ids, minlength=size)
@@ -50,20 +50,43 @@ def test_words_of_any_length(monkeypatch):
 
 
 def test_a_column_is_a_name_or_a_position_as_in_a_vocabulary():
-    words = ["tea", "jam", None]
-    data = {"item": words, "user": [7, 8, 7]}
+    data = {"item": ["tea", "jam", None], "user": [7, 8, 7], "other": [1, 2, 3]}
     sizes = [50, 1000]
     named = sj.data.HashIds(sizes, names=["item", "user"])
     bare = sj.data.HashIds(sizes)
-    for place, name in enumerate(data):
-        want = bare.encode(place, data[name]).tolist()
-        assert named.encode(name, data[name]).tolist() == want
-        assert named.encode(place, data[name]).tolist() == want
+    ids = named.ids({name: data[name] for name in reversed(data)})  # in any order
+    assert ids.keys() == {"item", "user"}
+    for place, name in enumerate(["item", "user"]):
+        expected = bare.encode(place, data[name]).tolist()
+        assert named.encode(name, data[name]).tolist() == expected
+        assert named.encode(place, data[name]).tolist() == expected
+        assert ids[name].tolist() == expected
     assert named.sizes() == bare.sizes() == sizes
     assert sj.data.HashIds(9, names=["a", "b"]).sizes() == [9, 9]
-    want = sj.data.read_ids(data, bare)["ids"].tolist()
-    assert sj.data.read_ids(data, named)["ids"].tolist() == want
-    with pytest.raises(ValueError, match="is for the columns"):
-        sj.data.read_ids({"user": [7], "item": ["tea"]}, named)
-    assert named == sj.data.HashIds(tuple(sizes), names=("item", "user"))
+    assert named == sj.data.HashIds(sizes=tuple(sizes), names=("item", "user"))
     assert hash(named) != hash(bare)
+    with pytest.raises(ValueError, match="the columns have no names"):
+        bare.ids(data)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(sizes=1), ValueError, "from 2 to 2147483647, got 1"),
+        (dict(sizes=[9, 2**31]), ValueError, "from 2 to 2147483647"),
+        (dict(sizes=9.5), TypeError, "integer"),
+        (dict(sizes=9, names="ad"), TypeError, "a list of names, got 'ad'"),
+        (dict(sizes=9, names=["ad", "ad"]), ValueError, "different names"),
+        (dict(sizes=[9, 9], names=["ad"]), ValueError, "must be 2 different names"),
+    ],
+)
+def test_refusals(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sj.data.HashIds(**arguments)
+
+
+def test_columns_that_are_not_there():
+    with pytest.raises(ValueError, match="no column 'user'"):
+        sj.data.HashIds(9, names=["ad"]).encode("user", [1])
+    with pytest.raises(IndexError, match="column 2 is out of range"):
+        sj.data.HashIds([9, 9]).encode(2, ["red"])

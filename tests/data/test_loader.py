@@ -238,7 +238,7 @@ def test_a_large_batch_spills_into_a_second_capacity():
     step = count_traces(lambda ids: ids.values.sum())
     jitted = jax.jit(step)
     loader = _numbered(40, batch_size=4, capacity=8, shuffle=True, overflow="spill")
-    assert (loader.capacity, loader.spill_capacity) == (8, 16)
+    assert loader.capacity == 8 and "else 16" in repr(loader)
     capacities = []
     for _ in range(5):
         for ids, _ in loader:
@@ -248,8 +248,8 @@ def test_a_large_batch_spills_into_a_second_capacity():
     assert set(capacities) == {8, 16} and step.count == 2
     auto = _numbered(400, batch_size=50, shuffle=True, overflow="spill")
     assert auto.capacity < _numbered(400, batch_size=50, shuffle=True).capacity
-    assert auto.spill_capacity == 200
-    assert _numbered(8, batch_size=4, overflow="spill").spill_capacity is None
+    assert "else 200" in repr(auto)
+    assert "else" not in repr(_numbered(8, batch_size=4, overflow="spill"))
 
 
 def test_capacities_of_several_columns():
@@ -366,15 +366,10 @@ def test_it_works_under_gradients():
     np.testing.assert_array_equal(grad.to_dense(), expected)
 
 
-def test_missing_packages_are_named(monkeypatch, tmp_path):
-    for name in ("grain", "tqdm"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not there
+def test_without_grain(monkeypatch):
+    monkeypatch.setitem(sys.modules, "grain", None)  # as if it were not there
     assert len(list(_numbered(4, batch_size=2))) == 2
-    with pytest.raises(ImportError, match=r"num_workers > 0 needs grain.*x\[data\]"):
+    with pytest.raises(ImportError, match=r"num_workers > 0 .*need grain.*x\[data\]"):
         _numbered(4, batch_size=2, num_workers=1)
-    with pytest.raises(ImportError, match="DataLoader: to_grain needs grain"):
+    with pytest.raises(ImportError, match="to_grain need grain"):
         _numbered(4, batch_size=2).to_grain()
-    path = tmp_path / "data.csv"
-    path.write_text("user\nann\n")
-    with pytest.raises(ImportError, match="progress=True needs tqdm"):
-        sj.data.Vocabulary.build(path, progress=True)

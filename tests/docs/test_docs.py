@@ -169,13 +169,13 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
     assert _lines_of_code(page) < 85  # with the server
     head, relation, tail = found["test"][0]
     names, _ = found["answer"](
-        str(_word(found, 0, head)), str(_word(found, 1, relation))
+        _word(found, "head", head), _word(found, "relation", relation)
     )
     query = found["params"]["entity"][head] * found["params"]["relation"][relation]
     scores = np.array(found["params"]["entity"] @ query)
     train = found["train"]
     scores[[0, *train[(train[:, :2] == (head, relation)).all(1), 2]]] = -np.inf
-    assert list(names) == [_word(found, 0, i) for i in np.argsort(-scores)[:10]]
+    assert list(names) == [_word(found, "head", i) for i in np.argsort(-scores)[:10]]
 
 
 def _word(found, column, row):

@@ -976,7 +976,7 @@ def test_store(tmp_path):
         assert key in WITHOUT_CODE
 
 
-def test_data(tmp_path):
+def test_data():
     minibatch = [([1, 2], [5]), ([3], []), ([], [6, 7])]
     first, second = run("DataFeeder.feed", minibatch=minibatch)
     assert first.to_lists() == [[1, 2], [3], []] and second.to_lists() == [
@@ -995,11 +995,9 @@ def test_data(tmp_path):
     assert got["title"].to_lists() == [[5], []]
     ids = run("layers.hash", mod_by=100, words=[b"a", b"b", b"a"])
     assert ids[0] == ids[2] and 0 < ids.min() <= ids.max() < 100
-    path = tmp_path / "clicks.csv"
-    path.write_text("1,a\n0,b\n1,b\n0,c\n")
-    columns = {"ids": [1]}
-    found = run("CountFilterEntry", path=path, count_filter=2, columns=columns)
-    assert found.encode(0, [b"a", b"b"]).tolist() == [0, 1]
+    table = {"label": [1, 0, 1, 0], "word": ["a", "b", "b", "c"]}
+    found = run("CountFilterEntry", table=table, count_filter=2, columns=["word"])
+    assert found.encode("word", [b"a", b"b"]).tolist() == [0, 1]
 
 
 # ------------------------------------------------------------------ differences

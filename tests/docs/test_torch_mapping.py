@@ -767,7 +767,7 @@ def test_a_brought_state_goes_on():
         if "bring(" in block.code:  # the page defines these names again below
             exec(block.code, page)
     read = {"user": 1, "item": 1}  # the rows of ann and rye in PyTorch
-    ids = page["vocabulary"].encode_columns({"user": ["ann"], "item": ["rye"]})
+    ids = page["vocabulary"].ids({"user": ["ann"], "item": ["rye"]})
     loss = lambda params: jnp.sum(page["predict"](params, ids))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))

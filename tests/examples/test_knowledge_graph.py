@@ -111,5 +111,5 @@ def test_other_right_answers_do_not_count():
 
 
 def test_a_folder_that_cannot_be_used(tmp_path):
-    with pytest.raises(SystemExit, match=r"^knowledge_graph: .*train\.txt"):
+    with pytest.raises(FileNotFoundError, match=r"train\.txt"):
         knowledge_graph.main([str(tmp_path)])

@@ -58,7 +58,7 @@ def test_a_history_ends_before_the_basket():
 def test_words_of_a_text(tmp_path):
     path = tmp_path / "lines.csv"
     path.write_text("u,i,t\n7,a,RED  mug\n8,b,\n7,a,RED  mug\n8,c,red " + "x " * 9)
-    data, sizes = two_towers.read(path, ["u"], ["i"], ["t"], [])
+    data, sizes = two_towers.read(str(path), ["u"], ["i"], ["t"], [])
     assert sizes == {"u": 3, "i": 4, "t": 4} and data["t"].shape == (4, 8)
     assert data["i"].tolist() == [1, 2, 1, 3]
     red, mug = data["t"][0, :2]

@@ -1,7 +1,6 @@
 """Files of every reader, damaged at random: see `damage`."""
 
 import collections
-import contextlib
 
 import pytest
 
@@ -26,27 +25,6 @@ def _try(bench, seed, count, least):
 
 def test_damaged_files_are_refused(tmp_path):
     _try(damage.Bench(tmp_path, QUICK), 1, 250, 120)
-
-
-def test_numbers_into_a_dictionary_that_is_gone(tmp_path):
-    """Headers of pages are changed: one of them hides the dictionary of a column."""
-    bench = damage.Bench(tmp_path, ["read_ids, Parquet"])
-    good = bench.good["read_ids, Parquet"][-1][""]
-    for at in range(100, 180):
-        data = good[:at] + b"\1\0" + good[at + 2 :]
-        with contextlib.suppress(*damage.ALLOWED):
-            bench.run("read_ids, Parquet", {"": data})
-
-
-def test_pages_that_are_moved_are_not_skipped(tmp_path):
-    """pyarrow took a page for one of another kind, and read no rows."""
-    name = "read_ids, Parquet"
-    bench = damage.Bench(tmp_path, [name])
-    for good, value in zip(bench.good[name], bench.values[name], strict=True):
-        for at in (4, 97, 98, 99):
-            with contextlib.suppress(*damage.ALLOWED):
-                found = bench.run(name, {"": good[""][:at] + good[""][at + 2 :]})
-                damage._check_same(found, value)
 
 
 @pytest.mark.slow

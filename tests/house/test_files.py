@@ -44,7 +44,7 @@ WRITERS: dict[str, Any] = {
     "replacing": _write,
     "KVStore.save": _save_store,
     "KVStore.export_changes": _export_changes,
-    "Vocabulary.save": lambda path: sj.data.Vocabulary([], []).save(path),
+    "Vocabulary.save": lambda path: sj.data.Vocabulary({}).save(path),
 }
 each_writer = pytest.mark.parametrize("name", WRITERS)
 

@@ -19,14 +19,10 @@ from sparsejax import _progress
 def calls(tmp_path_factory):
     """By the name in its errors, each call that takes `progress=`."""
     folder = tmp_path_factory.mktemp("progress")
-    rows = folder / "rows.csv"
-    rows.write_text("1,7,a\n0,8,b\n")
     store = sj.store.KVStore()
     store.init("t", (50, 2), optax.sgd(0.1))
     store.push("t", sj.SelectedRows([3], jnp.ones((1, 2)), 50))
-    build = sj.data.Vocabulary.build
     found = {
-        "data.Vocabulary.build": lambda **p: build(rows, {"ids": [1, 2]}, **p),
         "store.KVStore.pull_all": lambda **p: store.pull_all("t", **p),
         "store.KVStore.save": lambda **p: store.save(folder / "t.store", **p),
         "store.KVStore.load": lambda **p: store.load(folder / "t.store", **p),

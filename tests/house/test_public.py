@@ -137,8 +137,6 @@ def test_names_of_data():
         "HashIds",
         "SimpleDataset",
         "Vocabulary",
-        "iter_ids",
-        "read_ids",
     }
 
 
@@ -261,8 +259,7 @@ _STATIC_INTS: dict[str, Any] = {
     "index": lambda n: sj.HashIndex.create(n(16), key_bits=n(64), admit_after=n(2)),
     "sampler": lambda n: sj.losses.NegativeSampler(n(10)),
     "HashIds": lambda n: sj.data.HashIds(n(100), seed=n(1)).encode(n(0), ["tea"]),
-    "num_columns": lambda n: sj.data.HashIds([n(9), n(8)]).sizes(n(2)),
-    "min_count": lambda n: sj.data.Vocabulary.build(_WORDS, min_count=n(1)).sizes(n(1)),
+    "min_count": lambda n: sj.data.Vocabulary.build(_WORDS, min_count=n(1)).sizes(),
     "column": lambda n: sj.data.Vocabulary.build(_WORDS).decode(n(0), n(1)),
 }
 _TABLE, _IDS = jnp.ones((20, 4)), jnp.array([1, 2, 3, 3])

@@ -246,17 +246,11 @@ def layers_and_data(folder: pathlib.Path) -> None:
     loader.set_state(state)
     print(rows.shape, len(loader))
 
-    path = folder / "clicks.csv"
-    path.write_text("1,a\n0,b\n1,b\n")
-    which = {"label": 0, "ids": [1]}
-    words = sj.data.Vocabulary.build(path, which)
-    assert_type(words, sj.data.Vocabulary)
-    columns = sj.data.read_ids(path, words, which)
-    print(columns["label"].dtype, words.sizes())
     known = sj.data.Vocabulary.build({"user": [7, 8], "item": ["tea", "jam"]})
     assert_type(known.words("item"), np.ndarray)
-    ids = known.encode_columns({"item": ["jam"]})
-    assert_type(ids, dict[str, np.ndarray])
+    assert_type(known.sizes(), list[int])
+    ids = known.ids({"item": ["jam"]})
+    assert_type(ids, dict[str, Any])
     print(known.decode("item", ids["item"]), known.size("user"), known.counts(0))
 
 

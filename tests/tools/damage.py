@@ -16,9 +16,7 @@ gives.
 """
 
 import argparse
-import bz2
 import contextlib
-import gzip
 import io
 import json
 import logging
@@ -324,17 +322,6 @@ def change_archive(rng: random.Random, files: Files) -> Files:
     return {name: _some(rng, packed) if rng.random() < 0.2 else packed}
 
 
-def change_packed_text(rng: random.Random, files: Files) -> Files:
-    """Other lines under a compression."""
-    ((name, data),) = files.items()
-    pack, unpack = (bz2.compress, bz2.decompress)
-    if data.startswith(b"\x1f\x8b"):
-        pack, unpack = (gzip.compress, gzip.decompress)
-    elif not data.startswith(b"BZh"):
-        return {name: _some(rng, data)}
-    return {name: pack(_some(rng, unpack(data)))}
-
-
 def change_record(rng: random.Random, files: Files) -> Files:
     """Another JSON in one of the files of a checkpoint that hold one."""
     held = [n for n, data in files.items() if data[:1] in (b"{", b"[")]
@@ -359,14 +346,19 @@ def _files(folder: pathlib.Path) -> Files:
 
 
 def _vocabulary(folder):
-    text, path, good = folder / "words.csv", folder / "words.npz", []
-    text.write_text("user,item\nann,tea\nbob,tea\nann,jam\n,\nc\u00e9d,a b\n")
-    for columns in ({"ids": ["user", "item"]}, {"ids": [0]}):
-        sj.data.Vocabulary.build(text, columns=columns).save(path)
-        good.append(_files(path))
-    shared = {"head": [7, 8], "tail": np.array([8, 2**63], np.uint64)}
-    for columns in (shared, shared | {"rel": ["is", "has", "is"]}):
-        groups = [["head", "tail"]]
+    path, good = folder / "words.npz", []
+    words = {
+        "user": ["ann", "bob", "ann", "", "c\u00e9d"],
+        "item": ["tea", "tea", "a b"],
+    }
+    edges = {"head": [7, 8], "tail": np.array([8, 2**63], np.uint64)}
+    shared = [["head", "tail"]]
+    for columns, groups in (
+        (words, ()),
+        ({"user": words["user"]}, ()),
+        (edges, shared),
+        (edges | {"rel": ["is", "has", "is"]}, shared),
+    ):
         sj.data.Vocabulary.build(columns, shared=groups).save(path)
         good.append(_files(path))
 
@@ -376,8 +368,11 @@ def _vocabulary(folder):
             ids = found.encode(column, ["ann", b"tea", "", "new", "c\u00e9d"])
             assert ids.dtype == np.int32 and 0 <= ids.min() <= ids.max() < size
             found.decode(column, np.arange(1, size))
-            assert found.frequencies == () or found.counts(column).sum() >= 0
-        kept = found.sorted_words, found.ids, found.frequencies, found.integers
+            assert found.counts(column).sum() >= 0
+        kept = [
+            (c.sorted_words, c.ids, c.counts, c.is_integer)
+            for c in found.columns.values()
+        ]
         return kept, found.names
 
     return good, read
@@ -484,95 +479,6 @@ def _journal(folder):
     return good, read
 
 
-@contextlib.contextmanager
-def _small_blocks():
-    """Blocks of a few lines, so that most rows are in later blocks."""
-    from sparsejax.data import _sources
-
-    old = _sources.BLOCK
-    _sources.BLOCK = 80
-    try:
-        yield
-    finally:
-        _sources.BLOCK = old
-
-
-_CLICKS = "1\t5\t\t68fd1e64\t80e2\n0\t-2.5\t1e3\t\tfb93\n\n1\t7\t0\t68fd1e64\tx\n"
-_RATINGS = 'user,item,rating\n"ann","t""e,a",5\n bob , jam,2.5\nann,"two\nlines",\n'
-
-
-def _csv(folder):
-    texts = [_CLICKS.encode(), _CLICKS.replace("\n", "\r\n").encode()]
-    texts += [_RATINGS.encode(), b"\xef\xbb\xbf" + _RATINGS.encode()]
-    good = [{"": text} for text in texts]
-    good += [{"": gzip.compress(text, mtime=0)} for text in texts]
-    good += [{"": bz2.compress(texts[2])}]
-    places: Any = {"label": 0, "numbers": [1, 2], "ids": [3, 4]}
-    names: Any = {"ids": ["user", "item"], "label": "rating"}
-
-    def read(path):
-        errors = []
-        for columns, quotes in ((places, True), (names, True), (places, False)):
-            options: Any = dict(columns=columns, quotes=quotes)
-            try:
-                found = sj.data.read_ids(path, 50, missing=0, **options)
-                assert 0 <= found["ids"].min(initial=0) <= found["ids"].max(initial=0)
-                assert found["ids"].max(initial=0) < 50
-                parts = sj.data.iter_ids(path, 50, chunk_rows=1, missing=0, **options)
-                assert sum(len(p["ids"]) for p in parts) == len(found["ids"])
-                known = sj.data.Vocabulary.build(path, **options)
-                assert len(known.sizes()) == 2
-                try:
-                    with _small_blocks():
-                        again = sj.data.read_ids(path, 50, missing=0, **options)
-                except ValueError:
-                    continue  # a row that does not fit into a small block
-                for name, x in found.items():
-                    assert np.array_equal(x, again[name], equal_nan=True), name
-            except ALLOWED as error:
-                errors.append(error)
-        if len(errors) == 3:
-            raise errors[0]
-
-    return good, read
-
-
-def _parquet(folder):
-    import pyarrow
-    from pyarrow import parquet
-
-    path = folder / "ratings.parquet"
-    users = pyarrow.array([7, None, 7, 8, 2**40])
-    items = pyarrow.array(["ann", None, "b\u00e9", "ann", ""])
-    table: Any = {"user": users, "item": items, "rating": [5, 2.5, 1, 4, 3]}
-    good = []
-    plain: Any = dict(row_group_size=2, write_page_checksum=True)
-    delta = {"user": "DELTA_BINARY_PACKED", "item": "DELTA_BYTE_ARRAY"}
-    delta: Any = dict(use_dictionary=False, column_encoding=delta)
-    for codec in ("none", "gzip", "zstd", "snappy"):
-        for form, options in (
-            (items, plain),
-            (items, plain | dict(data_page_version="2.0", data_page_size=1)),
-            (items, plain | delta),
-            (items.dictionary_encode(), plain),
-        ):
-            made = pyarrow.table(table | {"item": form})
-            parquet.write_table(made, path, compression=codec, **options)
-            good.append(_files(path))
-    columns: Any = {"ids": ["user", "item"], "label": "rating"}
-
-    def read(path):
-        found = sj.data.read_ids(path, 50, columns, missing=0)
-        assert 0 <= found["ids"].min(initial=0) <= found["ids"].max(initial=0) < 50
-        parts = sj.data.iter_ids(path, 50, columns, missing=0, chunk_rows=2)
-        assert sum(len(part["ids"]) for part in parts) == len(found["ids"])
-        known = sj.data.Vocabulary.build(path, columns)
-        assert len(known.sizes()) == 2
-        return found, known.sorted_words
-
-    return good, read
-
-
 def _var_desc(folder):
     descs = [
         sj.desc.VarDesc("g", "SELECTED_ROWS", "float32", (100, 8)),
@@ -653,8 +559,6 @@ READERS = {
     ),
     "KVStore.init": Reader(_mapped, (change_header,)),
     "KVStore.init, journal": Reader(_journal),
-    "read_ids, CSV": Reader(_csv, (change_packed_text,)),
-    "read_ids, Parquet": Reader(_parquet, checked=True),
     "from_bytes": Reader(_var_desc, share=0.3),
     # These read folders of 20 files with orbax, which takes 20 times as long.
     "parallel.restore": Reader(_checkpoint, (change_record,), 0.2, checked=True),
