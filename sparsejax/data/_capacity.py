@@ -231,10 +231,12 @@ def _by_level(given: Any, levels: int) -> list[int | None]:
     parts = list(given) if isinstance(given, (tuple, list)) else [given]
     sizes: list[int | None] = []
     for part in parts:
-        is_auto = part is None or isinstance(part, str) and part == "auto"
-        if not is_auto and (not isinstance(part, (int, np.integer)) or part < 0):
+        if part is None or isinstance(part, str) and part == "auto":
+            sizes.append(None)
+        elif isinstance(part, (int, np.integer)) and part >= 0:
+            sizes.append(int(part))
+        else:
             raise _not_a_capacity(given)
-        sizes.append(None if is_auto else int(part))
     if len(sizes) > levels:
         raise _not_a_capacity(given)
     return sizes + [None] * (levels - len(sizes))

@@ -612,7 +612,8 @@ def _by_group(
     argument: str, given: Any, default: int | None, groups: list[list[str]]
 ) -> list[Any]:
     names = [name for group in groups for name in group]
-    limits = dict(given if isinstance(given, Mapping) else dict.fromkeys(names, given))
+    limits: dict[str, Any] = dict.fromkeys(names, given)
+    limits = dict(given) if isinstance(given, Mapping) else limits
     for name, limit in limits.items():
         limits[name] = default if limit is default else operator.index(limit)
         if name not in names or limit is not None and limit < 1:
