@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax.data import _columns
+from sparsejax._segments import SegmentTensor
 
 
 # A vocabulary stores its words as NumPy's fixed-width bytes, so one word of a megabyte
@@ -141,8 +141,15 @@ def ids_of_table(
 
 def _join(parts: list[tuple[np.ndarray, np.ndarray | None]]) -> Any:
     ids = np.concatenate([own for own, _ in parts])
-    lengths = [own for _, own in parts if own is not None]
-    return _columns.segments(ids, np.concatenate(lengths)) if lengths else ids
+    of_parts = [lengths for _, lengths in parts if lengths is not None]
+    if not of_parts:
+        return ids
+    if len(of_parts) < len(parts):
+        raise TypeError("a column has lists of words in some batches, words in others.")
+    lengths = np.concatenate(of_parts)
+    segment_ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
+    # `from_lengths` would transfer the arrays to the device; unflattening does not.
+    return SegmentTensor.tree_unflatten((len(lengths), True), (ids, segment_ids))
 
 
 # ------------------------------------------------------------------ columns

@@ -231,15 +231,5 @@ def take(
     segment_ids = np.full(capacity, size, np.int32)
     segment_ids[:total] = np.repeat(np.arange(len(rows), dtype=np.int32), counts)
     values = _map(lambda x: take(x, places, capacity, tuple(inner)), column.values)
-    return _on_host(values, segment_ids, size)
-
-
-def segments(values: np.ndarray, lengths: np.ndarray) -> SegmentTensor:
-    """Returns a SegmentTensor of NumPy arrays."""
-    ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return _on_host(values, ids, len(lengths))
-
-
-def _on_host(values: Any, segment_ids: np.ndarray, size: int) -> SegmentTensor:
     # The constructors would transfer each array to the device; unflattening does not.
     return SegmentTensor.tree_unflatten((size, True), (values, segment_ids))
