@@ -104,7 +104,7 @@ def infer(
         return Inferred(outputs, [])
     found = _eval_shape(grad(fun, argnums, has_aux, tables=tables), specs)
     found = found[0] if has_aux else found
-    numbers = check_fun("sparsejax.desc.infer", fun, argnums, has_aux)
+    numbers = check_fun(fun, argnums, has_aux)
     several = isinstance(numbers, tuple)
     gradients = []
     for position, tree in zip(numbers, found) if several else [(numbers, found)]:

@@ -19,7 +19,7 @@ from sparsejax._rows.scatter import scatter_assign
 from sparsejax.nn import _layer, _stacks
 from sparsejax.nn._block import SparseBlock
 from sparsejax.nn._embedding import Embedding, EmbeddingBag
-from sparsejax.transform.trace import mark_stack
+from sparsejax.transform.trace import name_stack
 
 
 _CALL = "sparsejax.nn.EmbeddingCollection"
@@ -179,7 +179,7 @@ class EmbeddingCollection:
         arrays = self._arrays(params)
         if self.stacked:
             for name, stack in self._layout[0].items():
-                arrays[name] = mark_stack(arrays[name], stack.tables)
+                name_stack(name, stack.tables)
         return _stacks.read_all(_CALL, arrays, self._prepare(ids, weights))
 
     def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:

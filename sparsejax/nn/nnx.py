@@ -15,7 +15,7 @@ from flax import nnx
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.nn._layer import check_layer, init_for
-from sparsejax.transform.grad import transform, without_value
+from sparsejax.transform.grad import value_and_grad as _value_and_grad, without_value
 from sparsejax.transform.trace import check_fun
 
 
@@ -192,7 +192,7 @@ def _transform(
     several = isinstance(argnums, (tuple, list))
     chosen = tuple(argnums) if several else (argnums,)
     plain = tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in chosen)
-    numbers = check_fun(call, fun, plain if several else plain[0], has_aux)
+    numbers = check_fun(fun, plain if several else plain[0], has_aux)
     if isinstance(getattr(fun, "__self__", None), nnx.Module):
         shown = f"{type(fun.__self__).__name__}.{fun.__name__}"
         raise TypeError(
@@ -207,7 +207,7 @@ def _transform(
         args, kwargs = _by_position(fun, args, kwargs)
         filters: list[Any] = [None] * len(args)
         for number, n in zip(plain, chosen):
-            if -len(args) <= number < len(args):  # `transform` refuses the others
+            if -len(args) <= number < len(args):  # `value_and_grad` refuses the others
                 wanted = n.filter if isinstance(n, nnx.DiffState) else nnx.Param
                 filters[number] = nnx.DiffState(-1, wanted)
         undifferentiated: list[Any] = []
@@ -268,9 +268,8 @@ def _transform(
             changed = [x for x, k in zip(leaves, unchanged) if k is None]
             return loss, changed
 
-        both = transform(
-            pure_fun, numbers, True, _as_states(tables, arguments, numbers), caller=call
-        )
+        states = _as_states(tables, arguments, numbers)
+        both = _value_and_grad(pure_fun, numbers, True, tables=states)
         (loss, changed), grads = both(*arguments)
         new = iter(changed)
         leaves = [next(new) if k is None else before[k] for k in unchanged]

@@ -54,7 +54,7 @@ def forward(fun: Callable[P, T]) -> Callable[P, T]:
     References:
       Quax, `quaxify`, which lets functions of JAX take types of array that are not its.
     """
-    check_fun(_CALL, fun)
+    check_fun(fun)
     call: Callable[..., Any] = fun
 
     @functools.wraps(fun)

@@ -59,7 +59,7 @@ def reads_in_loss(
     is_sharded = lambda x: isinstance(x, ShardedTable)
     as_array = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_sharded(x) else x
     params = jax.tree.map(as_array, params, is_leaf=is_sharded)
-    traced = trace_call(fun, 0, False, None, (params, batch), {}, call)
+    traced = trace_call(fun, 0, False, None, (params, batch), {})
     plan = find_tables(traced)
     found: dict[int, list[Read]] = {leaf.position: [] for leaf in plan.tables}
     ids = _ids_of(plan)
@@ -78,7 +78,7 @@ def _ids_of(plan: Any) -> list[np.ndarray] | None:
 
     Only the equations that make ids are run, so that tables may be abstract.
     """
-    inputs = plan.call.inputs
+    inputs = plan.call.flat.inputs
     deltas = jax.eval_shape(plan.zero_deltas)
     program = ids_program(plan.walk, deltas, inputs)
     inputs = [x for x, needed in zip(inputs, program.needs_input) if needed]

@@ -737,7 +737,7 @@ class KVStore:
           Addons, `dynamic_embedding.Variable`.
         """
         call = f"{_CALL}.value_and_grad"
-        numbers = check_fun(call, fun, argnums, has_aux)
+        numbers = check_fun(fun, argnums, has_aux)
         slots = self._capacities(call, capacity)
 
         def body(rows, arguments, _):
@@ -778,7 +778,7 @@ class KVStore:
           Array([4., 5.], dtype=float32)
         """
         call = f"{_CALL}.forward"
-        check_fun(call, fun)
+        check_fun(fun)
         slots = self._capacities(call, capacity)
 
         def body(rows, arguments, _):

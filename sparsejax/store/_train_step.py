@@ -187,7 +187,7 @@ class TrainStep:
         tables: PyTree,
         donate: bool,
     ):
-        check_fun(_CALL, fun, 0, has_aux)
+        check_fun(fun, 0, has_aux)
         if not callable(getattr(tx, "init", None)):
             raise _arguments.wrong_type(
                 _CALL,

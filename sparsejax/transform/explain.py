@@ -1,158 +1,158 @@
-"""`explain`: why a gradient is not sparse, and what a step does with its tables."""
+"""`explain`: why a gradient is not sparse, and why a step costs more than its rows.
+
+A loss is traced. A jitted step is traced and compiled, but not run:
+
+- `observer` collects the leaves that `value_and_grad` differentiates. It is part of the
+  keys of JAX's caches, so the step is traced anew.
+- `Lowered.args_info` has what is donated, `memory_analysis` the temporaries.
+- The jaxpr has the equations that take or make arrays of a table's shape.
+"""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
 import re
+import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from sparsejax import _arguments, cpu
-from sparsejax._arguments import PyTree
+import jax
+import jax.numpy as jnp
+
+from sparsejax import _compat, cpu
+from sparsejax._arguments import PyTree, show_table
 from sparsejax.transform.plan import make_plan
-from sparsejax.transform.step import Argument, Step, explain_leaves, trace_step
-from sparsejax.transform.trace import LeafExplanation, check_fun, observer, trace_call
+from sparsejax.transform.trace import (
+    Leaf,
+    Observed,
+    check_fun,
+    observer,
+    trace_call,
+    trace_flat,
+)
 
 
-_CALL = "sparsejax.explain"
-_REFUSED = "JAX does not run the step"
+@dataclasses.dataclass(frozen=True)
+class LeafExplanation:
+    """One leaf as `explain` describes it, without arrays.
+
+    Args:
+      name: the leaf as the user would write it, e.g. `params['table']`.
+      shape, dtype: of the leaf.
+      sparse: True if its gradient is a SelectedRows.
+      rows_read: number of rows read, duplicates counted; the gradient's capacity.
+      reads: `(number of rows, "file:line")` of each read.
+      reason: why it is not sparse; empty if it is.
+      height: number of rows; of a stack of tables, of all of them.
+      tables: the names of the tables that it is a stack of, if an `EmbeddingCollection`
+        reads it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    sparse: bool
+    rows_read: int
+    reads: tuple[tuple[int, str], ...]
+    reason: str
+    height: int
+    tables: tuple[str, ...]
+
+    @property
+    def spec(self) -> str:
+        """`float32[100,2]`."""
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole leaf."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain`; prints as a table, with `leaves` as data."""
-
-    leaves: tuple[LeafExplanation, ...]
-
-    def __getitem__(self, name: str) -> LeafExplanation:
-        return _find(self.leaves, name)
-
-    def __repr__(self) -> str:
-        alone, groups = _group(self.leaves)
-        table = [line for leaf in alone for line in _lines(leaf, leaf)]
-        return "\n".join([_arguments.show_table([_HEAD, *table]), *groups])
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class StepExplanation:
-    """The result of `explain` for a jitted step; prints advice, and a table.
+    """The result of `explain`; prints advice and a table.
 
     Args:
-      name: of the function.
-      advice: what costs more than the rows read, or makes JAX refuse the step, and what
-        to do about it.
-      arrays: the tables, and the arrays of optimizer state that follow their rows.
-        Each has `name`, `shape`, `dtype`, `num_bytes`, `donated`; `update`: "in place",
-        "copied", "walked" (an operation on all rows) or "not updated"; `reasons`: the
-        operations that are the reason for a copy or a walk; `tables`: the names of the
-        tables in a stack; `table`: the table that it follows, or itself; `gradient`: a
-        `LeafExplanation`, or None for state and if `value_and_grad` of sparsejax was
-        not called.
-      leaves: all leaves that `value_and_grad` of sparsejax differentiates.
-      argument_bytes, donated_bytes: of all arguments, on one device.
-      temporary_bytes: of buffers inside the program; None if it is not known.
-      needed_bytes: to read and write the rows read, and all that is not a table; None
-        if `value_and_grad` of sparsejax is not called.
-      moved_bytes: the same with the copies and walks of this program, a lower bound.
+      leaves: the differentiated leaves.
+      advice: what costs more than the rows read, and what to do about it.
+      name: of a step; empty for a loss.
+      argument_bytes, donated_bytes: of a step's arguments; None for a loss.
+      temporary_bytes: of buffers inside the compiled step, on one device; None for a
+        loss, or if it is not known.
     """
 
-    name: str
-    advice: tuple[str, ...]
-    arrays: tuple[Argument, ...]
     leaves: tuple[LeafExplanation, ...]
-    argument_bytes: int
-    donated_bytes: int
-    temporary_bytes: int | None
-    needed_bytes: int | None
-    moved_bytes: int
+    advice: tuple[str, ...]
+    name: str = ""
+    argument_bytes: int | None = None
+    donated_bytes: int | None = None
+    temporary_bytes: int | None = None
 
-    def __getitem__(self, name: str) -> Argument:
-        return _find(self.arrays, name)
+    def __getitem__(self, name: str) -> LeafExplanation:
+        for leaf in self.leaves:
+            if leaf.name == name:
+                return leaf
+        names = ", ".join(leaf.name for leaf in self.leaves)
+        raise KeyError(f"there is no leaf {name}, only {names}.")
 
     def __repr__(self) -> str:
         advice = [f"{k}. {text}" for k, text in enumerate(self.advice, 1)]
+        alone, groups = _group(self.leaves)
+        head = "leaf", "shape", "gradient", "rows read", "where, or why not"
+        lines = [line for leaf in alone for line in _lines(leaf)]
+        table = [show_table([head, *lines])] * bool(lines) + groups
+        if not self.name:
+            return "\n".join([*table, *advice])
         told = "this costs more than the rows read:"
-        if any(_REFUSED in text for text in advice):
-            told = "this fails, or costs more than the rows read:"
         if not advice:
-            told = "each table is updated in place, at the cost of the rows read."
-        table = [(*_HEAD[:4], "update", _HEAD[4])]
-        for x in self.arrays:
-            if x.table is x:
-                state = [y for y in self.arrays if y.table is x and y is not x]
-                other = [y for y in state if y.update != x.update]
-                same = len(state) - len(other)
-                update = x.update + (f", {same} of state too" if same else "")
-                table += _with_update(_lines(x, x.gradient), update)
-                table += [
-                    (f"  {y.name}", _spec(y), "", "", y.update, "") for y in other
-                ]
-        shown = {id(x.gradient) for x in self.arrays}
-        alone, groups = _group([x for x in self.leaves if id(x) not in shown])
-        for leaf in alone:
-            table += _with_update(_lines(leaf, leaf), "")
-        size = lambda count: "unknown" if count is None else _size(count)
-        pages = ""
-        if cpu._maps_anew(self.temporary_bytes or 0):
-            pages = (
-                ", in new pages in each call, 1 ms for 4 MB; call "
-                "sparsejax.cpu.keep_freed_pages() first in the program"
+            told = (
+                "each table with a sparse gradient is updated in place, at the cost of "
+                "the rows read."
             )
-        return "\n".join(
-            [
-                f"{self.name}: {told}",
-                *advice,
-                _arguments.show_table(table),
-                *groups,
-                f"arguments: {_size(self.argument_bytes)}, of which "
-                f"{_size(self.donated_bytes)} are donated",
-                f"temporaries: {size(self.temporary_bytes)}{pages}",
-                f"bytes moved: at least {_size(self.moved_bytes)}; needed for the rows "
-                f"read, and all that is not a table: {size(self.needed_bytes)}",
-            ]
-        )
+        memory = [
+            f"arguments: {_size(self.argument_bytes)}, of which "
+            f"{_size(self.donated_bytes)} are donated",
+            f"temporaries: {_size(self.temporary_bytes)}",
+        ]
+        if sparse := [leaf for leaf in self.leaves if leaf.sparse]:
+            largest = max(sparse, key=lambda leaf: leaf.num_bytes)
+            memory[-1] += f"; the largest table: {_size(largest.num_bytes)}"
+        if cpu._maps_anew(self.temporary_bytes or 0):
+            memory.append(
+                "The temporaries are in new pages in each call, 1 ms for 4 MB: call "
+                "sparsejax.cpu.keep_freed_pages() first in the program."
+            )
+        return "\n".join([f"{self.name}: {told}", *advice, *table, *memory])
 
 
 # -- how it prints ---------------------------------------------------------------------
 
-_HEAD = ("leaf", "shape", "gradient", "rows read", "where, or why not")
 
-
-def _find(entries: Sequence[Any], name: str) -> Any:
-    for entry in entries:
-        if entry.name == name:
-            return entry
-    known = ", ".join(entry.name for entry in entries)
-    raise KeyError(f"sparsejax.explain: there is no leaf {name}, only {known}.")
-
-
-def _spec(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
-
-
-def _lines(x: Any, leaf: LeafExplanation | None) -> list[tuple[str, ...]]:
-    """The lines of an array in the table, whose gradient `leaf` describes."""
-    kind, share, notes = "dense", "-", ["not by sparsejax.value_and_grad"]
-    if leaf is not None:
-        notes = [f"{rows} at {where}" for rows, where in leaf.reads]
-        notes = notes or ["not read"] * leaf.sparse
-        if not leaf.sparse:
-            notes = [f"not sparse: {leaf.reason}"] + [f"reads {note}" for note in notes]
-        kind = "sparse" if leaf.sparse else kind
-        share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else share
-    if x.tables:
-        first, more = x.tables[:4], len(x.tables) - 4
-        count = f"{len(x.tables)} tables" if x.tables[1:] else "table"
-        notes.append(f"{count}: {', '.join(first)}{f' and {more} more' * (more > 0)}")
-    first = (x.name, _spec(x), kind, share, notes[0] if notes else "")
-    return [first, *(("", "", "", "", note) for note in notes[1:])]
-
-
-def _with_update(lines: list[tuple[str, ...]], update: str) -> list[tuple[str, ...]]:
-    updates = [update] + [""] * (len(lines) - 1)
-    return [(*line[:4], x, line[4]) for line, x in zip(lines, updates)]
+def _lines(leaf: LeafExplanation) -> list[tuple[str, ...]]:
+    """The lines of a leaf in the table."""
+    notes = []
+    for (rows, where), count in collections.Counter(leaf.reads).items():
+        notes.append(f"{f'{count} x ' if count > 1 else ''}{rows} at {where}")
+    if not leaf.sparse:
+        notes = [f"not sparse: {leaf.reason}", *(f"reads {note}" for note in notes)]
+    elif not notes:
+        notes = ["not read, so no row of it moves"]
+    if leaf.tables:
+        some, more = leaf.tables[:4], len(leaf.tables) - 4
+        count = f"{len(leaf.tables)} tables" if leaf.tables[1:] else "table"
+        notes.append(f"{count}: {', '.join(some)}{f' and {more} more' * (more > 0)}")
+    kind = "sparse" if leaf.sparse else "dense"
+    share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"
+    blank = ("",) * 4
+    return [
+        (leaf.name, leaf.spec, kind, share, notes[0]),
+        *((*blank, note) for note in notes[1:]),
+    ]
 
 
 def _group(
@@ -176,21 +176,24 @@ def _group(
             large = max(group, key=lambda leaf: math.prod(leaf.shape))
             lines.append(
                 f"{len(group)} parameters are not tables: {reason} "
-                f"(the largest is {large.name}, {_spec(large)})"
+                f"(the largest is {large.name}, {large.spec})"
             )
     return [leaf for leaf in leaves if id(leaf) not in grouped], lines
 
 
-def _size(count: float) -> str:
+def _size(count: float | None) -> str:
+    if count is None:
+        return "unknown"
     unit, *larger = "B", "kB", "MB", "GB"
     while count >= 1000 and larger:
         count, unit = count / 1000, larger.pop(0)
     return f"{count:.3g} {unit}" if count < 1000 else f"{count:,.0f} {unit}"
 
 
-def _list(names: Sequence[str]) -> str:
-    shown = names if len(names) < 4 else [*names[:2], f"{len(names) - 2} more"]
-    return " and ".join([", ".join(shown[:-1])] * (len(shown) > 1) + [shown[-1]])
+def _names(leaves: Sequence[LeafExplanation]) -> str:
+    names = list(dict.fromkeys(leaf.name for leaf in leaves))
+    names = names if len(names) < 4 else [*names[:2], f"{len(names) - 2} more"]
+    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [names[-1]])
 
 
 # -- explain ---------------------------------------------------------------------------
@@ -203,280 +206,376 @@ def explain(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Any]:
-    """Explains how `value_and_grad(fun)` treats each leaf, or what a jitted step does.
+    """Explains why gradients of a loss are dense, or what a jitted step costs.
 
-    Nothing is run. A loss is traced. If a table's gradient is dense but should not be,
-    the last column shows the operation that needs all rows, and its line. Read rows
-    there instead, register a rule for that primitive
-    (`sparsejax.extend.register_rule`), or, if more than half of the rows are read,
-    require a sparse gradient with `tables=`.
-
-    A jitted training step is also compiled. The first lines say what makes it cost more
-    than the rows that it reads, and what to do: arguments that are not donated, dense
-    gradients, tables that the compiled program copies or goes through as a whole. They
-    also name an array that is donated twice. A stack of an `EmbeddingCollection` is
-    shown with the names of its tables.
+    A loss is traced, and a step is also compiled; nothing is run.
 
     Args:
       fun: the loss, as for `sparsejax.value_and_grad`. Or a training step: a function
-        of `jax.jit`, `nnx.jit` or `eqx.filter_jit` that calls
-        `sparsejax.value_and_grad` and returns new parameters; without the arguments
-        below.
+        of `jax.jit`, `nnx.jit` or `eqx.filter_jit`, or a method of one, that returns
+        new parameters; without the arguments below.
       argnums: int or tuple of ints, the arguments to differentiate.
       has_aux: True if `fun` returns `(loss, aux)`.
       tables: which leaves are tables, as for `sparsejax.value_and_grad`. A
         required leaf that cannot be sparse is explained, and nothing is raised.
 
     Returns:
-      A function of the same arguments, which may be `jax.ShapeDtypeStruct`. For a loss
-      it returns an `Explanation`, which prints as a table: each leaf, the kind of its
-      gradient (sparse or dense), the number of rows read at each file:line, and why the
-      gradient is not sparse. Three or more leaves that are not tables, for the same
-      reason, share a line. `found["params['table']"]` (and `found.leaves` for all
-      leaves) hold the same as data: `name`, `shape`, `dtype`, `sparse`, `rows_read`,
-      `reads`, `reason`.
-
-      For a step it returns a `StepExplanation`: `advice`, a tuple of texts, is empty if
-      each table is updated in place. `arrays` has the tables and the optimizer state
-      that follows their rows, each with `update` ("in place", "copied", "walked" or
-      "not updated"), `donated`, `reasons` and `gradient`. `argument_bytes`,
-      `donated_bytes`, `temporary_bytes`, `moved_bytes` and `needed_bytes` are of one
-      device.
+      A function of the same arguments, which may be `jax.ShapeDtypeStruct`. It returns
+      an `Explanation`, which prints `advice`, empty if there is nothing to do, and a
+      table of `leaves`: the kind of each gradient, the rows read at each file:line, and
+      why it is not sparse. `explanation["params['table']"]` has `sparse`, `rows_read`,
+      `reads` and `reason`. For a step it also has `argument_bytes`, `donated_bytes` and
+      `temporary_bytes`.
 
     Raises:
-      TypeError: a leaf cannot be differentiated; the output is not a scalar, and the
-        function is not jitted; or the step raises after it got a SelectedRows.
+      TypeError: a leaf cannot be differentiated, or the function is a step that is not
+        jitted.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp, optax, sparsejax as sj
       >>> def loss(params, ids):
-      ...     rows = params["table"][ids]
-      ...     return jnp.sum(rows @ params["w"])
+      ...     return jnp.sum(params["table"][ids] @ params["w"])
       >>> params = {"table": jnp.ones((100, 2)), "w": jnp.ones((2, 3))}
-      >>> found = sj.explain(loss)(params, jnp.array([1, 2]))
-      >>> found["params['table']"].sparse, found["params['table']"].rows_read
-      (True, 2)
-      >>> found["params['w']"].reason.split(" at ")[0]
-      '`dot_general`'
-
-      A step, donated and not donated:
-
+      >>> explanation = sj.explain(loss)(params, jnp.array([1, 2]))
+      >>> explanation["params['table']"].rows_read
+      2
       >>> tx = sj.optim.lazy(optax.sgd(0.1))
       >>> def step(params, state, ids):
-      ...     value, grads = sj.value_and_grad(loss)(params, ids)
+      ...     grads = sj.grad(loss)(params, ids)
       ...     updates, state = tx.update(grads, state, params)
-      ...     return optax.apply_updates(params, updates), state, value
+      ...     return optax.apply_updates(params, updates), state
       >>> args = params, tx.init(params), jnp.array([1, 2])
-      >>> found = sj.explain(jax.jit(step, donate_argnums=(0, 1)))(*args)
-      >>> found["params['table']"].update, found.advice
-      ('in place', ())
-      >>> found = sj.explain(jax.jit(step))(*args)
-      >>> found["params['table']"].update, found.advice[0].split(",")[0]
-      ('copied', "params['table'] is not donated")
-
-    References:
-      `torch._dynamo.explain`, which lists where and why a graph breaks.
+      >>> sj.explain(jax.jit(step, donate_argnums=(0, 1)))(*args).advice
+      ()
+      >>> sj.explain(jax.jit(step))(*args).advice[0].split(",")[0]
+      "1 array with the rows of params['table'] is not donated"
     """
-    numbers = check_fun(_CALL, fun, argnums, has_aux)
+    numbers = check_fun(fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def explain_fun(*args: Any, **kwargs: Any) -> Any:
         may_be_step = numbers == 0 and not has_aux and tables is None
-        if may_be_step and hasattr(fun, "lower"):
-            step = _trace_step(fun, args, kwargs)
+        jitted, before = _jitted(fun)
+        if may_be_step and jitted is not None:
+            if not (args and before and args[0] is before[0]):  # self is passed
+                args = *before, *args
+            step = _trace_step(jitted, args, kwargs)
             if len(step.jaxpr.outvars) > 1:
-                return _explain_step(_name_of(fun), step)
+                return _explain_step(step)
+        seen = Observed()
         try:
-            with observer(lambda call: None):
-                call = trace_call(fun, numbers, has_aux, tables, args, kwargs, _CALL)
+            with observer(seen):
+                call = trace_call(fun, numbers, has_aux, tables, args, kwargs)
+                make_plan(call, strict=False)
         except TypeError as error:
-            if not may_be_step or not str(error).startswith(_CALL):
-                raise
-            raise TypeError(
-                f"{error} If {_name_of(fun)} is a training step, jit it first, for "
-                "explain looks at the compiled program: "
-                f"{_CALL}(jax.jit({_name_of(fun)}, donate_argnums=(0, 1)))(params, "
-                "state, batch)."
-            ) from error
-        make_plan(call, strict=False)
-        return Explanation(tuple(explain_leaves(call)))
+            if may_be_step:
+                error.add_note(
+                    "If this is a training step, jit it first: sparsejax.explain("
+                    "jax.jit(step, donate_argnums=(0, 1)))(params, state, batch)."
+                )
+            raise
+        leaves = tuple(_of_leaf(leaf, seen) for leaf in call.leaves)
+        return Explanation(leaves, tuple(_dense_tables(leaves)))
 
     return explain_fun
+
+
+def _of_leaf(leaf: Leaf, seen: Observed) -> LeafExplanation:
+    return LeafExplanation(
+        leaf.name,
+        tuple(jnp.shape(leaf.value)),
+        jnp.result_type(leaf.value).name,
+        leaf.sparse,
+        leaf.rows_read,
+        tuple((site.num_rows, site.where) for site in leaf.sites),
+        leaf.reason,
+        leaf.height,
+        next((t for name, t in seen.stacks.items() if f"'{name}'" in leaf.name), ()),
+    )
+
+
+# -- dense gradients -------------------------------------------------------------------
+
+
+def _is_product(leaf: LeafExplanation) -> bool:
+    return bool(re.match("`(dot_general|conv_general_dilated)` at", leaf.reason))
+
+
+# A predicate of a leaf, and what to do about its dense gradient; the first that fits.
+_WAYS_OUT: tuple[tuple[Callable[[LeafExplanation], Any], str], ...] = (
+    (lambda leaf: "one-hot" in leaf.reason, "table[ids] reads the same rows."),
+    (
+        lambda leaf: leaf.reason.startswith("rank below 2, but"),
+        "Pass True for it in tables=, and it is a table of single numbers.",
+    ),
+    (
+        lambda leaf: (
+            _is_product(leaf)
+            and (leaf.reads or leaf.height > 8 * math.prod(leaf.shape[1:]))
+        ),
+        "If these are scores of all rows, sample some rows (sparsejax.losses), or let "
+        "the output layer have a table of its own. If rows are read afterwards, read "
+        "first: table[ids] @ w.",
+    ),
+    (_is_product, ""),  # an ordinary layer
+    (
+        lambda leaf: re.match("`(concatenate|pad|scatter|dynamic_upd)", leaf.reason),
+        "Read rows of the table as it is; padding_id= of sparsejax.lookup reads zeros.",
+    ),
+    (
+        lambda leaf: "` at " in leaf.reason,
+        "Read rows first, then compute: f(table[ids]) in place of f(table)[ids], if "
+        "row i of f needs row i of the table alone.",
+    ),
+)
+
+
+def _dense_tables(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
+    """Why gradients of tables are dense, and what to do about it."""
+    for leaf in leaves:
+        if not leaf.sparse and (leaf.reads or leaf.height >= 1000):
+            ways = (way for fits, way in _WAYS_OUT if fits(leaf))
+            if way := next(ways, ""):
+                yield f"The gradient of {leaf.name} is dense: {leaf.reason}. {way}"
 
 
 # -- a step ----------------------------------------------------------------------------
 
 
-def _name_of(fun: Any) -> str:
-    name = getattr(fun, "__name__", "step")
-    return name if name.isidentifier() else "step"
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """A step that is traced and lowered, and the leaves that it differentiates."""
+
+    name: str
+    jaxpr: Any
+    lowered: Any
+    leaves: tuple[LeafExplanation, ...]
 
 
-def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> Step:
-    seen: list[LeafExplanation] = []
-    try:
-        return trace_step(fun, args, kwargs, seen)
-    except (TypeError, ValueError) as error:
-        rows = [leaf.name for leaf in seen if leaf.sparse]
-        if not rows:
+def _jitted(fun: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The jitted function in methods and partials, with its first arguments; or None.
+
+    The method `lower` of a bound method is that of the function, without `self`.
+    """
+    before: tuple[Any, ...] = ()
+    while True:
+        if isinstance(fun, types.MethodType):
+            fun, before = fun.__func__, (fun.__self__, *before)
+        elif isinstance(fun, functools.partial) and not fun.keywords:
+            fun, before = fun.func, (*fun.args, *before)
+        else:
+            return (fun if hasattr(fun, "lower") else None), before
+
+
+def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> _Step:
+    seen = Observed()
+    inner = lambda stage, name: getattr(stage, name, stage)  # flax and equinox wrap it
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        try:
+            with observer(seen):
+                if hasattr(fun, "trace"):
+                    traced = inner(fun.trace(*args, **kwargs), "traced")
+                    jaxpr, lowered = traced.jaxpr, traced.lower()
+                else:
+                    lowered = inner(fun.lower(*args, **kwargs), "lowered")
+                    jaxpr = None
+        except (TypeError, ValueError) as error:
+            if rows := [leaf.name for leaf in seen.leaves if leaf.sparse]:
+                error.add_note(
+                    f"sparsejax.value_and_grad gave a SelectedRows for {rows[0]}. If "
+                    "an optax transformation takes it, put sparsejax.optim.lazy around "
+                    "the transformation; add its updates with optax.apply_updates."
+                )
             raise
-        raise TypeError(
-            f"{_CALL}: {_name_of(fun)} raises {type(error).__name__} after "
-            f"sparsejax.value_and_grad gave a SelectedRows for {_list(rows)}. If an "
-            "optax transformation takes it, put sparsejax.optim.lazy around the "
-            "transformation; add its updates with optax.apply_updates. The error: "
-            f"{error}"
-        ) from error
+    if jaxpr is None:  # equinox
+        jaxpr = trace_flat(fun, args, kwargs).jaxpr
+    name = getattr(fun, "__name__", "step")
+    leaves = tuple(_of_leaf(leaf, seen) for leaf in seen.leaves)
+    jaxpr, _ = _compat.open_jaxpr(jaxpr)
+    return _Step(name if name.isidentifier() else "step", jaxpr, lowered, leaves)
 
 
-def _explain_step(name: str, step: Step) -> StepExplanation:
-    found, others, memory = step.compile()
-    leaves = [x.gradient for x in found if x.gradient] + others
-    arrays = [x for x in found if x.table]
-    needed = moved = 0
-    for x in found:
-        # Read, and written if it is returned.
-        least = whole = x.num_bytes * (1 + x.returned)
-        leaf = x.table.gradient if x.table else None
-        if leaf is not None:
-            least = min(whole, -(-whole * leaf.rows_read // max(1, leaf.height)))
-        needed += least
-        # A copy reads and writes all of it too.
-        moved += least if x.update in ("in place", "not updated") else whole
-        moved += least if x.update == "copied" else 0
-    return StepExplanation(
-        name,
-        (*_shared(found), *_advice(arrays, others, bool(leaves))),
-        tuple(arrays),
-        tuple(leaves),
-        sum(x.num_bytes for x in found),
-        sum(x.num_bytes for x in found if x.donated),
-        getattr(memory, "temp_size_in_bytes", None),
-        needed if leaves else None,
-        moved,
+def _explain_step(step: _Step) -> Explanation:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        compiled = step.lowered.compile()
+    arguments = jax.tree.leaves(step.lowered.args_info)
+    return Explanation(
+        step.leaves,
+        tuple(_advice(step, arguments, compiled)),
+        step.name,
+        sum(map(_num_bytes, arguments)),
+        sum(_num_bytes(x) for x in arguments if x.donated),
+        getattr(compiled.memory_analysis(), "temp_size_in_bytes", None),
     )
 
 
-def _shared(arguments: Sequence[Argument]) -> Iterator[str]:
-    """What JAX refuses to run: a donated buffer that another argument has too."""
-    seen: set[int] = set()
-    for x in arguments:
-        if id(x) in seen or not x.aliases:
-            continue
-        same = [x, *x.aliases]
-        seen |= set(map(id, same))
-        donated = [y for y in same if y.donated]
-        if not donated:
-            continue
-        error = "Attempt to donate the same buffer twice"
-        if not donated[1:]:
-            error = "Attempt to use a buffer that was previously donated"
-        names = [y.name for y in donated]
-        which = f"{_list(names)} {'are' if names[1:] else 'is'}"
-        if len(donated) == len(same):
-            which, names = "each is", names[1:]
-        copies = _list([f"jnp.copy({name})" for name in names])
-        yield (
-            f"{_list([y.name for y in same])} are one array, and {which} donated, so "
-            f'{_REFUSED} ("{error}"). If they may become different, copy before the '
-            f"first step: {copies}. If they are tied, keep one parameter, and read it "
-            "in each place."
-        )
+def _num_bytes(x: Any) -> int:
+    dtype = x.dtype
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return math.prod(x.shape) * (0 if extended else jnp.dtype(dtype).itemsize)
 
 
-def _advice(
-    arrays: Sequence[Argument], others: Sequence[LeafExplanation], is_ours: bool
-) -> Iterator[str]:
-    """What costs more than the rows read; what costs most comes first.
+def _advice(step: _Step, arguments: Sequence[Any], compiled: Any) -> Iterator[str]:
+    """What costs more than the rows read, and what to do; the dearest first.
 
     Args:
-      arrays: the tables, and the state that follows them.
-      others: leaves that are not arguments of the step.
-      is_ours: True if the step calls `value_and_grad` of sparsejax.
+      step: the step.
+      arguments: shape, dtype, `donated` of each.
+      compiled: the compiled step.
     """
-    are = lambda some: f"{_list([x.name for x in some])} {'are' if some[1:] else 'is'}"
-    made = [leaf for leaf in others if leaf.sparse]
-    if made:
-        yield (
-            f"{are(made)} not an argument of the step, but made or closed over in it, "
-            "so what becomes of the table is not known. Pass it as an argument, and "
-            "change its type or shape in the loss."
-        )
-    elif not arrays:
-        yield (
-            "No parameter is read by rows and updated, so the step has no table. Read "
-            "tables with table[ids] or sparsejax.lookup, and return the new parameters."
-        )
-    if not arrays:
+    equations = list(_equations(step.jaxpr))
+    if not step.leaves:
+        yield from _of_another_gradient(arguments, equations)
         return
-    changed = [x for x in arrays if x.update in ("copied", "walked")]
-    kept = [x for x in changed if x.returned and not x.donated]
-    if kept:
-        size = _size(sum(x.num_bytes for x in kept))
-        cost = f"the step needs {size} more, for new arrays"
-        if any(x.update == "copied" for x in kept):
-            cost = f"each step copies {size}, and can be slower than a dense step"
+    sparse = [leaf for leaf in step.leaves if leaf.sparse]
+    spec = lambda x: (tuple(x.shape), str(x.dtype))
+    given = set(map(spec, arguments))
+    returned = set(map(spec, jax.tree.leaves(step.lowered.out_info)))
+    if inside := [x for x in sparse if spec(x) not in given]:
         yield (
-            f"{are(kept)} not donated, so {cost}. Donate the arguments that hold "
-            f"{'them' if kept[1:] else 'it'} (donate_argnums= of jax.jit and nnx.jit, "
+            f"{_names(inside)} is made or closed over in the step, so it is not known "
+            "how the table is updated. Pass the table as an argument, and change its "
+            "type or shape in the loss."
+        )
+    if kept := [x for x in sparse if spec(x) in given - returned and x.rows_read]:
+        yield (
+            f"{_names(kept)} is not updated in this function. An update outside jit "
+            "copies the table: make it in the same jitted function as the gradient."
+        )
+    heights = {x.shape[:1] for x in sparse}
+    lost = [
+        x
+        for x in arguments
+        if not x.donated and x.shape[:1] in heights and spec(x) in returned
+    ]
+    if lost:
+        tables = [x for x in sparse if x.shape[:1] in {y.shape[:1] for y in lost}]
+        many = f"{len(lost)} arrays" if lost[1:] else "1 array"
+        yield (
+            f"{many} with the rows of {_names(tables)} {'are' if lost[1:] else 'is'} "
+            f"not donated, so each step copies {_size(sum(map(_num_bytes, lost)))}, "
+            "and can be slower than a dense step. Donate the arguments that hold the "
+            "tables and the optimizer's state (donate_argnums= of jax.jit and nnx.jit, "
             "donate= of eqx.filter_jit), and go on with the arrays that the step "
             "returns."
         )
-    tables = [x for x in arrays if x.table is x]
-    if not is_ours:
+    yield from _dense_tables(step.leaves)
+    yield from _largest_dense(step.leaves)
+    # A dense gradient of the same shape, or its transpose, goes through all rows.
+    dense = {tuple(sorted(x.shape)) for x in step.leaves if not x.sparse}
+    for shape in sorted({x.shape for x in sparse}):
+        if tuple(sorted(shape)) in dense:
+            continue
+        names = _names([x for x in sparse if x.shape == shape])
+        if lines := list(dict.fromkeys(_whole_uses(equations, shape))):
+            yield (
+                f"The step goes through all rows of {names}, or of an array of its "
+                f"shape, though the gradient is sparse: {', '.join(lines[:3])}. "
+                f"{_way_out_of_walk(lines)}"
+            )
+        elif not lost and _is_copied(compiled.as_text(), shape):
+            yield (
+                f"An array of the shape of {names} is donated, and copied all the "
+                "same: the step uses the old array after the update, or returns its "
+                "results in another order than the arguments. Take what you need of "
+                "the old table in the loss, as aux, and return the new values in the "
+                "order of the arguments."
+            )
+
+
+def _of_another_gradient(
+    arguments: Sequence[Any], equations: Sequence[tuple[Any, str | None]]
+) -> Iterator[str]:
+    """What to do in a step that does not call `value_and_grad` of sparsejax."""
+    read = {e.invars[0].aval.shape for e, _ in equations if e.primitive.name in _BY_ID}
+    is_table = lambda x: x.shape in read and len(x.shape) > 1 and x.dtype.kind in "fV"
+    tables = [x for x in arguments if is_table(x)]
+    if not tables:
         yield (
-            f"{are(tables)} read by rows, and the gradient is dense, since the step "
-            "does not call sparsejax.value_and_grad. Call it in place of "
-            "jax.value_and_grad, and put sparsejax.optim.lazy around the optax "
-            "transformation."
+            "No parameter is read by rows, so the step has no table. Read tables with "
+            "table[ids] or sparsejax.lookup, and return the new parameters."
         )
         return
-    for leaf in [x.gradient for x in tables if x.gradient and not x.is_sparse]:
-        if "` at " in leaf.reason:  # else a batch reads so many rows that it is cheaper
+    files = {file for e, _ in equations for file, *_ in _compat.frames(e)[:20]}
+    way_out = "Call it in place of jax.value_and_grad, and put"
+    if any("dynamic_scale" in file for file in files):
+        way_out = (
+            "flax' DynamicScale calls jax.value_and_grad: take "
+            "sparsejax.optim.dynamic_loss_scale in its place, call "
+            "sparsejax.value_and_grad, and put"
+        )
+    shapes = ", ".join(dict.fromkeys(str(x.shape) for x in tables))
+    yield (
+        f"Parameters of shape {shapes} are read by rows, and the gradient is dense, "
+        f"since the step does not call sparsejax.value_and_grad. {way_out} "
+        "sparsejax.optim.lazy around the optax transformation."
+    )
+
+
+def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
+    """The dense leaf that is most of what the step moves, if there is a sparse one."""
+    cost = lambda x: x.num_bytes * (x.rows_read / max(1, x.height) if x.sparse else 1)
+    largest = max(leaves, key=cost)
+    if any(x.sparse for x in leaves) and not largest.sparse:
+        if cost(largest) > max(1e6, sum(map(cost, leaves)) / 2):
             yield (
-                f"The gradient of {leaf.name} is dense: {leaf.reason}. Read rows "
-                "there, with table[ids] or sparsejax.lookup."
+                f"{largest.name} of {_size(largest.num_bytes)} has a dense gradient "
+                f"({largest.reason}), and is most of what the step moves."
             )
-    sparse = [x for x in changed if x.is_sparse]
-    walked = [x for x in sparse if x.update == "walked"]
-    if walked:
-        yield (
-            f"The step goes through all rows of {_list([x.name for x in walked])}, "
-            f"though the gradient is sparse: {_reasons(walked)}. Update with "
-            "sparsejax.optim.lazy(tx), without to_dense(), and compute what you log "
-            "from gradients or rows, as sparsejax.optim.global_norm(grads) does."
-        )
-    copied = [x for x in sparse if x.update == "copied" and x.donated]
-    swapped = [x for x in copied if x.swapped]
-    if swapped:
-        yield (
-            f"{are(swapped)} donated, and copied all the same, because the new values "
-            "come in another order than the arguments. JAX gives the buffer of an "
-            "argument to the first result of its shape and dtype. Return the new "
-            "values in the order of the arguments."
-        )
-    late = [x for x in copied if not x.swapped and x.reasons]
-    if late:
-        yield (
-            f"{are(late)} donated, and copied all the same, because the step uses the "
-            f"old array after the update: {_reasons(late)}. Take what you need in the "
-            "loss, and return it as aux; or use the new array."
-        )
-    other = [x for x in copied if not x.swapped and not x.reasons]
-    if other:
-        yield (
-            f"{are(other)} donated, and copied all the same. The code of the step does "
-            "not show why: XLA found no order of its reads and writes that needs no "
-            "copy. Please report it, with the optimizer."
-        )
-    read = [x for x in tables if x.is_sparse and x.update == "not updated"]
-    if read:
-        yield (
-            f"{are(read)} not updated in this function. An update outside jit copies "
-            "the table: make it in the same jitted function as the gradient."
-        )
 
 
-def _reasons(arrays: Sequence[Argument]) -> str:
-    reasons = list(dict.fromkeys(reason for x in arrays for reason in x.reasons))
-    return ", ".join(reasons[:3]) or "the line is not known"
+# -- the programs ----------------------------------------------------------------------
+
+_BY_ID = frozenset("gather read_rows bag_sum bags_with".split())
+_OF_ROWS = _BY_ID | frozenset(
+    "scatter scatter-add dynamic_slice slice dynamic_update_slice update_rows "
+    "merge_rows reduce_rows name optimization_barrier copy copy_p pvary pcast reshape "
+    "sharding_constraint reshard stop_gradient order_after squeeze".split()
+)
+_BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "branches", "fun_jaxpr")
+
+
+def _equations(
+    jaxpr: Any, enclosing: str | None = None
+) -> Iterator[tuple[Any, str | None]]:
+    """The equations of a program and of those inside it, with the line around each."""
+    for eqn in jaxpr.eqns:
+        params = [eqn.params[key] for key in _BODIES if key in eqn.params]
+        bodies = [x for p in params for x in (p if isinstance(p, tuple) else (p,))]
+        if not bodies:
+            yield eqn, enclosing
+        for body in bodies:
+            inner, _ = _compat.open_jaxpr(body)
+            yield from _equations(inner, _compat.user_line(eqn, enclosing))
+
+
+def _whole_uses(
+    equations: Sequence[tuple[Any, str | None]], shape: tuple[int, ...]
+) -> Iterator[str]:
+    """The equations that take or make an array of a table's shape, rows apart."""
+    for eqn, enclosing in equations:
+        variables = [*eqn.invars, *eqn.outvars]
+        if eqn.primitive.name not in _OF_ROWS and any(
+            getattr(v.aval, "shape", None) == shape
+            and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+            for v in variables
+        ):
+            yield f"`{eqn.primitive.name}` at {_compat.user_line(eqn, enclosing)}"
+
+
+def _way_out_of_walk(lines: Sequence[str]) -> str:
+    if any("`select_n`" in line for line in lines):
+        return "To skip a step, put it under lax.cond, or use optax.apply_if_finite."
+    return (
+        "Update with sparsejax.optim.lazy(tx), without to_dense(). Put a projection of "
+        "rows into the chain inside lazy. Compute what you log from gradients or "
+        "rows, as sparsejax.optim.global_norm(grads) does."
+    )
+
+
+def _is_copied(text: str, shape: tuple[int, ...]) -> bool:
+    """True if a compiled program copies a whole array of this shape."""
+    dims = ",".join(map(str, shape))
+    return bool(re.search(rf"= \w+\[{dims}\]\S* copy\(", text))

@@ -161,31 +161,15 @@ def value_and_grad(
       `jax.experimental.sparse.value_and_grad` is something else: it
       differentiates with respect to the stored elements of a sparse *input*.
     """
-    return transform(fun, argnums, has_aux, tables)
-
-
-def transform(
-    fun: Callable[..., Any],
-    argnums: int | Sequence[int],
-    has_aux: bool,
-    tables: Any,
-    stacks: bool = True,
-    caller: str = "sparsejax.value_and_grad",
-) -> Callable[..., Any]:
-    """`value_and_grad`; without `stacks` no leaf is taken for a stack of tables.
-
-    Errors name `caller`.
-    """
-    numbers = check_fun(caller, fun, argnums, has_aux)
+    numbers = check_fun(fun, argnums, has_aux)
 
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
-        call = trace_call(fun, numbers, has_aux, tables, args, kwargs, caller)
-        plan = make_plan(call, stacks=stacks)
+        call = trace_call(fun, numbers, has_aux, tables, args, kwargs)
+        plan = make_plan(call)
         if observer.value is not None:
-            observer.value(call)
-        loss, aux, grads = _differentiate(plan)
-        grads = jax.tree_util.tree_unflatten(call.tree, grads)
+            observer.value.leaves += call.leaves
+        (loss, aux), grads = differentiate(plan)
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad_fun
@@ -246,7 +230,6 @@ def grad(
     References:
       PaddlePaddle, SelectedRows; TensorFlow, IndexedSlices.
     """
-    check_fun("sparsejax.grad", fun, argnums, has_aux)
     both = value_and_grad(fun, argnums, has_aux, tables=tables)
     return without_value(fun, both, has_aux)
 
@@ -262,13 +245,13 @@ def without_value(fun: Any, both: Callable[..., Any], has_aux: bool) -> Any:
     return grad_fun
 
 
-def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
-    """Loss, aux, and the gradient of every leaf."""
+def differentiate(plan: Plan) -> tuple[tuple[Any, Any], Any]:
+    """Returns `(loss, aux)`, and the gradient."""
     call, sites = plan.call, plan.run.sites
     dense = [leaf for leaf in call.leaves if not leaf.sparse]
 
     def planted(dense_values, deltas):
-        inputs = list(call.inputs)
+        inputs = list(call.flat.inputs)
         for leaf, value in zip(dense, dense_values):
             inputs[leaf.position] = value
         reads = Reads(deltas)
@@ -276,23 +259,21 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
         return loss, (aux, reads.ids)
 
     deltas = plan.zero_deltas()
-    values = [call.inputs[leaf.position] for leaf in dense]
+    values = [call.flat.inputs[leaf.position] for leaf in dense]
     run = jax.value_and_grad(planted, argnums=(0, 1), has_aux=True)
     try:
         (loss, (aux, ids)), (dense_grads, cotangents) = run(values, deltas)
     except jax.errors.UnexpectedTracerError as error:
         raise jax.errors.UnexpectedTracerError(
-            "sparsejax.value_and_grad: a custom_vjp or custom_jvp function closes over "
-            "a value that the loss computed. JAX calls its derivative rule when the "
-            "loss is no longer traced. Pass the value to the function as an argument "
-            "(jax.closure_convert finds such values), or compute it before the loss "
-            "and pass it to the loss."
+            "a custom_vjp or custom_jvp function closes over a value that the loss "
+            "computed, and JAX calls its derivative rule when the loss is no longer "
+            "traced. Pass the value to the function as an argument, as "
+            "jax.closure_convert does."
         ) from error
-    # Order loss and aux before the cotangents. An update in place may follow the
-    # cotangents, and XLA copies the table if anything else reads it later. A cotangent
-    # also waits for the smaller ones, which may need the rows of its read: then it
-    # takes their place. Skip-gram so needs 32 MiB of temporaries, not 41; glibc maps
-    # more than 32 anew in each step, which took half of its time.
+    # Order loss and aux before the cotangents: an update in place may follow these, and
+    # XLA copies the table if anything else reads it later. Compute small cotangents
+    # first: they still need rows whose buffer the large one can reuse (skip-gram: 32
+    # MiB of temporaries, not 41).
     if cotangents:
         last, size_of = order_after(loss, aux), lambda k: cotangents[k].size
         by_size = sorted(range(len(cotangents)), key=size_of)
@@ -318,8 +299,8 @@ def _differentiate(plan: Plan) -> tuple[Any, Any, list[Any]]:
             [cotangents[k] for k in mine],
             [sites[k] for k in mine],
         )
-    aux = call.unflatten_aux(aux)
-    return loss, aux, [grads[leaf.position] for leaf in call.leaves]
+    in_order = [grads[leaf.position] for leaf in call.leaves]
+    return call.flat.unflatten([loss, *aux]), call.tree.unflatten(in_order)
 
 
 def _package(

@@ -1,7 +1,7 @@
 """The plan of a call: the leaves that get a sparse gradient, and the reads of each.
 
 A leaf gets a SelectedRows gradient if every differentiated use of it is a read of rows
-and, unless `tables=` requires it, if at most half of its rows are read. To find
+and, unless `tables=` requires it, if few enough rows are read (`max_reads`). To find
 out, the program is walked once without computing anything, with all leaves that may be
 tables. The number of a table is the position of its leaf, so leaves drop out of the
 result without another walk.
@@ -13,6 +13,7 @@ leaf remains a stack if all its uses are then reads, of fewer numbers than befor
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,18 +33,26 @@ from sparsejax.transform.interpreter import (
 )
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.table import TableRef
-from sparsejax.transform.trace import Call, Leaf
+from sparsejax.transform.trace import Call, Leaf, observer
 
 
 del rules  # imported for the rules that it registers
 
-# Measured on CPU, optimizers from SGD to Adam: up to half of the rows, a sparse step
-# never took more than 1.05 times as long as a dense one. See benchmarks/NOTES.md.
-MAX_FRACTION = 0.5
+# The half rule: a sparse step reads and writes few rows at random, a dense one all of
+# them in order, which is faster a number if rows are narrow. Measured on CPU for SGD,
+# Adagrad and Adam, 65,536 to 1,000,000 rows of 2 to 64 numbers, 1/32 to 1/2 of them
+# read: this rule takes the slower way in 15 of 144 cases (by more than 1.1), half of
+# the rows in 55, and half never loses with 64 numbers a row. See benchmarks/NOTES.md.
+# Tables of fewer numbers take microseconds either way: half.
+_SMALL_TABLE = 1 << 16
 
 # A leaf with more rows that is not read gets no rows, not zeros: an optimizer would
 # walk them all.
 _MAX_UNREAD_ROWS = 10_000
+
+
+# `explain` tells of vectors of this length that are read like tables.
+_LONG_VECTOR = 100_000
 
 
 class DensifyError(NotImplementedError):
@@ -83,13 +92,13 @@ class Plan:
 
     def walk(self, inputs: Sequence[Any], reads: Reads) -> list[Any]:
         """The outputs of the program on `inputs`, with the tables as TableRefs."""
-        call, inputs = self.call, list(inputs)
+        flat, inputs = self.call.flat, list(inputs)
         for leaf in self.tables:
             array = inputs[leaf.position]
             inputs[leaf.position] = TableRef.of(leaf.position, array, leaf.stacked)
         # The loss is differentiated, aux is not.
-        live = (True,) + (False,) * (len(call.jaxpr.outvars) - 1)
-        outs = walk(self.run, reads, call.jaxpr, [*call.consts, *inputs], live)
+        live = (True,) + (False,) * (len(flat.jaxpr.outvars) - 1)
+        outs = walk(self.run, reads, flat.jaxpr, [*flat.consts, *inputs], live)
         return [x.materialize() if isinstance(x, TableRef) else x for x in outs]
 
     def zero_deltas(self) -> list[jax.Array]:
@@ -141,7 +150,7 @@ def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
     plan = Plan(call, tables, Run(heights, liveness))
     reads = Reads()
     if tables:
-        jax.eval_shape(lambda inputs: plan.walk(inputs, reads), call.inputs)
+        jax.eval_shape(lambda inputs: plan.walk(inputs, reads), call.flat.inputs)
     plan.run.sites = tuple(reads.sites)
     return plan
 
@@ -254,14 +263,15 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
         leaf.reason = f"{shape[0]} rows need 64-bit ids (jax_enable_x64)"
     if leaf.required and leaf.reason and strict:
         raise DensifyError(
-            f"sparsejax.value_and_grad: tables= marks {leaf.name} ({dtype.name} of "
-            f"shape {shape}) as a table, but it cannot be one: {leaf.reason}. Leave "
-            "it out of tables= (or set it to False there)."
+            f"tables= marks {leaf.name} ({dtype.name} of shape {shape}) as a table, "
+            f"but it cannot be one: {leaf.reason}. Set it to False or None in tables=."
         )
     if leaf.required is False:
         leaf.reason = "tables= says so"
     elif leaf.required is None and len(shape) < 2:
+        is_long = not leaf.reason and shape[0] >= _LONG_VECTOR
         leaf.reason = "rank below 2"
+        return is_long and observer.value is not None
     elif leaf.required is None and len(shape) == 2 and shape[0] == 1:
         leaf.reason = "has one row"
     return not leaf.reason
@@ -272,20 +282,21 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
     if uses and leaf.required and strict:
         use = uses[0]
         raise DensifyError(
-            "sparsejax.value_and_grad: tables= requires a sparse gradient for "
-            f"{leaf.name} (shape {shape}), but `{use.primitive}` at {use.where} "
-            f"{use.why}, so its gradient has all {leaf.height} rows.\n"
-            "Two ways out:\n"
+            f"tables= requires a sparse gradient for {leaf.name} (shape {shape}), but "
+            f"`{use.primitive}` at {use.where} {use.why}, so its gradient has all "
+            f"{leaf.height} rows.\nTwo ways out:\n"
             f"  - leave {leaf.name} out of tables= (or set it to False there) and take "
             "the dense gradient;\n"
             "  - if only rows are needed there, read them with sparsejax.lookup(table, "
             "ids) or table[ids], or teach sparsejax this primitive: "
             f'sparsejax.extend.register_rule("{use.primitive}").'
         )
-    if uses:
+    if uses and not leaf.reason:
         leaf.reason = "; ".join(f"`{u.primitive}` at {u.where} {u.why}" for u in uses)
     elif leaf.required:
         return True
+    elif leaf.reason:  # a long vector, which only `explain` walks
+        leaf.reason += ", but read by rows alone" if leaf.sites else ""
     elif not leaf.sites:
         if leaf.height > _MAX_UNREAD_ROWS:
             return True
@@ -293,15 +304,27 @@ def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
     elif all(site.kind for site in leaf.sites):
         return True
     else:
-        leaf.reason = _too_many(leaf.rows_read, leaf.height)
+        leaf.reason = _too_many(leaf.rows_read, leaf.height, math.prod(leaf.row_shape))
     return not leaf.reason
 
 
-def _too_many(rows_read: Any, height: int) -> str:
+def _too_many(rows_read: Any, height: int, width: Any) -> str:
     """The reason why this many reads make a gradient dense, or an empty string."""
-    reads = f"reads {rows_read} of {height} rows"
+    reads, limit = f"reads {rows_read} of {height} rows", "half"
     try:
-        many = rows_read > int(MAX_FRACTION * height)
+        if max_reads(height, width) < height // 2:
+            limit = f"{max_reads(height, width)}, as rows of {width} numbers are narrow"
+        many = rows_read > max_reads(height, width)
     except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
-        return f"{reads}, which may be more than half; tables= decides"
-    return f"{reads}, more than half, where dense is cheaper" if many else ""
+        return f"{reads}, which may be more than {limit}; tables= decides"
+    return f"{reads}, more than {limit}, where dense is cheaper" if many else ""
+
+
+def max_reads(height: int, width: Any) -> int:
+    """The half rule: the most reads of a table for which its gradient is sparse.
+
+    Half of the rows, and of a large table with rows of fewer than 60 numbers
+    `height * (width + 4) / 128`.
+    """
+    is_narrow = width < 60 and height * width >= _SMALL_TABLE
+    return height * (width + 4) // 128 if is_narrow else height // 2

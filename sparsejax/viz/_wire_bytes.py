@@ -24,7 +24,8 @@ from typing import Any
 
 import jax
 
-from sparsejax import _arguments, _hlo
+from sparsejax import _arguments
+from sparsejax.viz import _hlo
 
 
 _CALL = "sparsejax.viz.wire_bytes"

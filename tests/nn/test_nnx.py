@@ -266,13 +266,13 @@ def test_wrong_arguments():
             "argnums must be",
         ),
         (lambda: bad(argnums=(0, 0))(model, IDS, Y), ValueError, "more than once"),
-        (lambda: bad(argnums=7)(model, IDS, Y), TypeError, r"nnx.grad: argnums=7"),
+        (lambda: bad(argnums=7)(model, IDS, Y), TypeError, "argnums=7"),
         (lambda: bad(has_aux=True)(model, IDS, Y), TypeError, r"return \(loss, aux\)"),
         (lambda: bad(tables={"a": True})(model, IDS, Y), ValueError, "tables= must be"),
         (
             lambda: sj.nn.nnx.value_and_grad(lambda m: m(IDS))(model),
             TypeError,
-            "value_and_grad: gradients are only defined for scalar",
+            "gradients are only defined for scalar",
         ),
     ):
         with pytest.raises(error, match=said):

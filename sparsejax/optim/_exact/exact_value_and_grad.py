@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.optim._exact.exact import Exact, ExactState
-from sparsejax.transform.grad import transform
+from sparsejax.transform.grad import differentiate
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.plan import Plan, collect, make_plan
 from sparsejax.transform.read_ids import IdsProgram, ids_program
-from sparsejax.transform.trace import Call, check_fun, trace_call
+from sparsejax.transform.trace import check_fun, trace_call
 
 
 CALL = "sparsejax.optim.exact_value_and_grad"
@@ -100,7 +100,7 @@ def exact_value_and_grad(
     References:
       `sparsejax.optim.exact`; oryx, `harvest`, which collects values from a trace.
     """
-    check_fun(CALL, fun, 0, has_aux)
+    check_fun(fun, 0, has_aux)
     if not isinstance(tx, Exact):
         raise TypeError(
             f"{CALL}: tx must be what sparsejax.optim.exact(...) returned, got "
@@ -108,31 +108,34 @@ def exact_value_and_grad(
             "exact(optax.chain(...)). For other optimizers use "
             "sparsejax.value_and_grad."
         )
-    both = transform(fun, 0, has_aux, tables, stacks=False)
 
     @functools.wraps(fun)
     def exact_value_and_grad_fun(
         params: Any, state: ExactState, *args: Any, **kwargs: Any
     ) -> Any:
-        call = trace_call(fun, 0, has_aux, tables, (params, *args), kwargs, CALL)
-        ids = call.tree.unflatten(_ids_read(call))
+        call = trace_call(fun, 0, has_aux, tables, (params, *args), kwargs)
+        plan = make_plan(call, stacks=False)
+        ids = call.tree.unflatten(_ids_read(plan))
         params, state = tx.catch_up(params, state, ids)
-        return both(params, *args, **kwargs), params, state
+        for leaf, value in zip(call.leaves, call.tree.flatten_up_to(params)):
+            call.flat.inputs[leaf.position] = value
+        (loss, aux), grads = differentiate(plan)
+        return (((loss, aux) if has_aux else loss), grads), params, state
 
     return exact_value_and_grad_fun
 
 
-def _ids_read(call: Call) -> list[Any]:
+def _ids_read(plan: Plan) -> list[Any]:
     """For each leaf the ids that the program reads, or `...` if it uses all rows."""
-    tables = make_plan(call, stacks=False).tables
+    call, tables = plan.call, plan.tables
     plan = collect(call, tables, _EverythingIsLive())
     whole = {use.table for use in plan.run.dense}
     tables = [leaf for leaf in tables if leaf.position not in whole]
     plan = plan.only(tables)
 
-    program = ids_program(plan.walk, plan.zero_deltas(), call.inputs)
+    program = ids_program(plan.walk, plan.zero_deltas(), call.flat.inputs)
     _check_independent_of_tables(plan, program)
-    inputs = [x for x, needed in zip(call.inputs, program.needs_input) if needed]
+    inputs = [x for x, needed in zip(call.flat.inputs, program.needs_input) if needed]
     found: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
     for site, x in zip(plan.run.sites, program.run((), inputs)):
         found[site.table].append(x.reshape(-1))

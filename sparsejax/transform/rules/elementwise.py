@@ -156,3 +156,26 @@ def _same_for_all_rows(
     if any(shape[axis] != 1 for axis in ref.row_axes):
         return None
     return source.reshape(1, *without(shape, ref.row_axes))
+
+
+# -- products --------------------------------------------------------------------------
+
+
+@register_rule(p.dot_general_p)
+def _dot_general_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
+    # A dense use in any case; ids as one-hot rows have a reason of their own.
+    left = isinstance(x, TableRef)
+    ref, producer = (x, ctx.producer(1)) if left else (y, ctx.producer(0))
+    sums = params["dimension_numbers"][0][0 if left else 1]
+    if isinstance(x, TableRef) == isinstance(y, TableRef) or ref.row_axis not in sums:
+        return NotImplemented
+    if producer is None or not _is_one_hot(producer[0]):
+        return NotImplemented
+    dense = [ctx.dense(z, "multiplies it by one-hot rows") for z in (x, y)]
+    return _compat.bind(ctx.eqn, dense)[0]
+
+
+def _is_one_hot(eqn: Any) -> bool:
+    if eqn.primitive is p.convert_element_type_p:
+        return eqn.invars[0].aval.dtype == jnp.bool_
+    return eqn.params.get("name") == "_one_hot"
