@@ -108,8 +108,8 @@ def assert_equals_dense(
             "sparsejax.optim.exact. Pass what you gave to exact, and exact=True."
         )
     checks.check_transformation(_CALL, tx, "optax.adam(1e-3)")
-    _arguments.check_bool(_CALL, "exact", exact)
-    _arguments.check_bool(_CALL, "has_aux", has_aux)
+    _arguments.check_bool("exact", exact)
+    _arguments.check_bool("has_aux", has_aux)
     fun, params = _trained(loss, params)
     wrapped: Any = optim.exact(tx, tables=tables) if exact else optim.lazy(tx)
     plain = optax.with_extra_args_support(tx)

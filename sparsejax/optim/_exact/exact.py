@@ -157,8 +157,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             if ids_of_leaf is ...:
                 tables[i] = _catch_up.catch_up_all_if_stale(tables[i], state.step)
                 continue
-            call, height = f"{CALL}.catch_up", leaves[i].shape[0]
-            rows = _arguments.as_ids(call, ids_of_leaf, height).reshape(-1)
+            height = leaves[i].shape[0]
+            rows = _arguments.as_ids(ids_of_leaf, height).reshape(-1)
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         state = state._replace(caught_up=jnp.asarray(1))
         new = _with_tables(treedef, leaves, state, tables)
