@@ -32,6 +32,14 @@ ELEMENTWISE = (
     )
 )
 
+# Reads of rows by ids; and what reads or writes rows of a table, or renames it.
+READS_BY_ID = frozenset("gather read_rows bag_sum bags_with".split())
+OF_ROWS = READS_BY_ID | frozenset(
+    "copy copy_p dynamic_slice dynamic_update_slice merge_rows name "
+    "optimization_barrier order_after pcast pvary reduce_rows reshape reshard scatter "
+    "scatter-add sharding_constraint slice squeeze stop_gradient update_rows".split()
+)
+
 # Calls of a program with the inputs of the equation, and the parameter that has it.
 JITS = frozenset(["jit", "pjit"])  # pjit up to jax 0.7
 CHECKPOINTS = frozenset(["checkpoint", "remat2"])
@@ -48,3 +56,10 @@ def called(eqn: Any) -> tuple[Any, list[Any]] | None:
     key = CALLS.get(eqn.primitive.name)
     jaxpr = eqn.params.get(key) if key else None
     return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
+
+
+def bodies(eqn: Any) -> list[Any]:
+    """The programs inside an equation, open or closed."""
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr", "cond_jaxpr", "branches")
+    params = (eqn.params.get(key) for key in keys)
+    return [x for p in params if p for x in (p if isinstance(p, tuple) else (p,))]

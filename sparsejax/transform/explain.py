@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _compat, cpu
+from sparsejax import _compat, _primitives, cpu
 from sparsejax._arguments import PyTree, show_table
 from sparsejax.transform.plan import make_plan
 from sparsejax.transform.trace import (
@@ -259,9 +259,8 @@ def explain(
         if may_be_step and jitted is not None:
             if not (args and before and args[0] is before[0]):  # self is passed
                 args = *before, *args
-            step = _trace_step(jitted, args, kwargs)
-            if len(step.jaxpr.outvars) > 1:
-                return _explain_step(step)
+            if explanation := _explain_step(jitted, args, kwargs):
+                return explanation
         seen = Observed()
         try:
             with observer(seen):
@@ -342,16 +341,6 @@ def _dense_tables(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
 # -- a step ----------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """A step that is traced and lowered, and the leaves that it differentiates."""
-
-    name: str
-    jaxpr: Any
-    lowered: Any
-    leaves: tuple[LeafExplanation, ...]
-
-
 def _jitted(fun: Any) -> tuple[Any, tuple[Any, ...]]:
     """The jitted function in methods and partials, with its first arguments; or None.
 
@@ -367,7 +356,8 @@ def _jitted(fun: Any) -> tuple[Any, tuple[Any, ...]]:
             return (fun if hasattr(fun, "lower") else None), before
 
 
-def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> _Step:
+def _explain_step(fun: Any, args: Sequence[Any], kwargs: Any) -> Explanation | None:
+    """Explains a jitted function, or returns None if it has one output, as a loss."""
     seen = Observed()
     inner = lambda stage, name: getattr(stage, name, stage)  # flax and equinox wrap it
     with warnings.catch_warnings():
@@ -378,8 +368,7 @@ def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> _Step:
                     traced = inner(fun.trace(*args, **kwargs), "traced")
                     jaxpr, lowered = traced.jaxpr, traced.lower()
                 else:
-                    lowered = inner(fun.lower(*args, **kwargs), "lowered")
-                    jaxpr = None
+                    jaxpr, lowered = None, inner(fun.lower(*args, **kwargs), "lowered")
         except (TypeError, ValueError) as error:
             if rows := [leaf.name for leaf in seen.leaves if leaf.sparse]:
                 error.add_note(
@@ -388,23 +377,23 @@ def _trace_step(fun: Any, args: Sequence[Any], kwargs: Any) -> _Step:
                     "the transformation; add its updates with optax.apply_updates."
                 )
             raise
+        if len(jax.tree.leaves(lowered.out_info)) == 1:
+            return None
+        compiled = lowered.compile()
     if jaxpr is None:  # equinox
         jaxpr = trace_flat(fun, args, kwargs).jaxpr
-    name = getattr(fun, "__name__", "step")
     leaves = tuple(_of_leaf(leaf, seen) for leaf in seen.leaves)
-    jaxpr, _ = _compat.open_jaxpr(jaxpr)
-    return _Step(name if name.isidentifier() else "step", jaxpr, lowered, leaves)
-
-
-def _explain_step(step: _Step) -> Explanation:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        compiled = step.lowered.compile()
-    arguments = jax.tree.leaves(step.lowered.args_info)
+    arguments = jax.tree.leaves(lowered.args_info)
+    equations = list(_equations(_compat.open_jaxpr(jaxpr)[0]))
+    if leaves:
+        advice = _advice(leaves, arguments, equations, lowered, compiled.as_text())
+    else:
+        advice = _of_another_gradient(arguments, equations)
+    name = getattr(fun, "__name__", "")
     return Explanation(
-        step.leaves,
-        tuple(_advice(step, arguments, compiled)),
-        step.name,
+        leaves,
+        tuple(advice),
+        name if name.isidentifier() else "step",
         sum(map(_num_bytes, arguments)),
         sum(_num_bytes(x) for x in arguments if x.donated),
         getattr(compiled.memory_analysis(), "temp_size_in_bytes", None),
@@ -412,76 +401,72 @@ def _explain_step(step: _Step) -> Explanation:
 
 
 def _num_bytes(x: Any) -> int:
-    dtype = x.dtype
-    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
-    return math.prod(x.shape) * (0 if extended else jnp.dtype(dtype).itemsize)
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return 0 if is_key else math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
 
 
-def _advice(step: _Step, arguments: Sequence[Any], compiled: Any) -> Iterator[str]:
+def _advice(
+    leaves: Sequence[LeafExplanation],
+    arguments: Sequence[Any],
+    equations: Sequence[tuple[Any, str | None]],
+    lowered: Any,
+    text: str,
+) -> Iterator[str]:
     """What costs more than the rows read, and what to do; the dearest first.
 
     Args:
-      step: the step.
+      leaves: the leaves that are differentiated.
       arguments: shape, dtype, `donated` of each.
-      compiled: the compiled step.
+      equations: of the step's jaxpr.
+      lowered: the lowered step.
+      text: of the compiled step.
     """
-    equations = list(_equations(step.jaxpr))
-    if not step.leaves:
-        yield from _of_another_gradient(arguments, equations)
-        return
-    sparse = [leaf for leaf in step.leaves if leaf.sparse]
+    sparse = [leaf for leaf in leaves if leaf.sparse]
     spec = lambda x: (tuple(x.shape), str(x.dtype))
-    given = set(map(spec, arguments))
-    returned = set(map(spec, jax.tree.leaves(step.lowered.out_info)))
-    if inside := [x for x in sparse if spec(x) not in given]:
+    returned = set(map(spec, jax.tree.leaves(lowered.out_info)))
+    if kept := [x for x in sparse if spec(x) not in returned and x.rows_read]:
         yield (
-            f"{_names(inside)} is made or closed over in the step, so it is not known "
-            "how the table is updated. Pass the table as an argument, and change its "
-            "type or shape in the loss."
-        )
-    if kept := [x for x in sparse if spec(x) in given - returned and x.rows_read]:
-        yield (
-            f"{_names(kept)} is not updated in this function. An update outside jit "
-            "copies the table: make it in the same jitted function as the gradient."
+            f"{_names(kept)} is not updated in this function. Update it in the same "
+            "jitted function as the gradient: outside of jit an update copies a table."
         )
     heights = {x.shape[:1] for x in sparse}
-    lost = [
-        x
-        for x in arguments
-        if not x.donated and x.shape[:1] in heights and spec(x) in returned
-    ]
-    if lost:
+    is_lost = lambda x: x.shape[:1] in heights and spec(x) in returned
+    if lost := [x for x in arguments if not x.donated and is_lost(x)]:
         tables = [x for x in sparse if x.shape[:1] in {y.shape[:1] for y in lost}]
-        many = f"{len(lost)} arrays" if lost[1:] else "1 array"
         yield (
-            f"{many} with the rows of {_names(tables)} {'are' if lost[1:] else 'is'} "
-            f"not donated, so each step copies {_size(sum(map(_num_bytes, lost)))}, "
-            "and can be slower than a dense step. Donate the arguments that hold the "
-            "tables and the optimizer's state (donate_argnums= of jax.jit and nnx.jit, "
-            "donate= of eqx.filter_jit), and go on with the arrays that the step "
-            "returns."
+            f"{len(lost)} {'arrays' if lost[1:] else 'array'} with the rows of "
+            f"{_names(tables)} {'are' if lost[1:] else 'is'} not donated, so each step "
+            f"copies {_size(sum(map(_num_bytes, lost)))}, and can be slower than a "
+            "dense step. Donate parameters and state (donate_argnums= of jax.jit and "
+            "nnx.jit, donate= of eqx.filter_jit)."
         )
-    yield from _dense_tables(step.leaves)
-    yield from _largest_dense(step.leaves)
+    yield from _dense_tables(leaves)
+    yield from _largest_dense(leaves)
     # A dense gradient of the same shape, or its transpose, goes through all rows.
-    dense = {tuple(sorted(x.shape)) for x in step.leaves if not x.sparse}
+    dense = {tuple(sorted(x.shape)) for x in leaves if not x.sparse}
     for shape in sorted({x.shape for x in sparse}):
         if tuple(sorted(shape)) in dense:
             continue
         names = _names([x for x in sparse if x.shape == shape])
+        dims = ",".join(map(str, shape))
         if lines := list(dict.fromkeys(_whole_uses(equations, shape))):
+            way_out = (
+                "Update with sparsejax.optim.lazy(tx), without to_dense(). Put a "
+                "projection of rows into the chain inside lazy. Compute what you log "
+                "from gradients or rows, as sparsejax.optim.global_norm(grads) does."
+            )
+            if any("`select_n`" in line for line in lines):
+                way_out = "To skip a step, put its update under lax.cond."
             yield (
                 f"The step goes through all rows of {names}, or of an array of its "
                 f"shape, though the gradient is sparse: {', '.join(lines[:3])}. "
-                f"{_way_out_of_walk(lines)}"
+                f"{way_out}"
             )
-        elif not lost and _is_copied(compiled.as_text(), shape):
+        elif not lost and re.search(rf"= \w+\[{dims}\]\S* copy\(", text):
             yield (
                 f"An array of the shape of {names} is donated, and copied all the "
-                "same: the step uses the old array after the update, or returns its "
-                "results in another order than the arguments. Take what you need of "
-                "the old table in the loss, as aux, and return the new values in the "
-                "order of the arguments."
+                "same: the step uses the old array after the update, or returns "
+                "results in another order than the arguments."
             )
 
 
@@ -489,29 +474,34 @@ def _of_another_gradient(
     arguments: Sequence[Any], equations: Sequence[tuple[Any, str | None]]
 ) -> Iterator[str]:
     """What to do in a step that does not call `value_and_grad` of sparsejax."""
-    read = {e.invars[0].aval.shape for e, _ in equations if e.primitive.name in _BY_ID}
-    is_table = lambda x: x.shape in read and len(x.shape) > 1 and x.dtype.kind in "fV"
-    tables = [x for x in arguments if is_table(x)]
-    if not tables:
+    read = {
+        e.invars[0].aval.shape
+        for e, _ in equations
+        if e.primitive.name in _primitives.READS_BY_ID
+    }
+    shapes = {
+        str(x.shape): None
+        for x in arguments
+        if x.shape in read and x.shape[1:] and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    if not shapes:
         yield (
             "No parameter is read by rows, so the step has no table. Read tables with "
             "table[ids] or sparsejax.lookup, and return the new parameters."
         )
         return
-    files = {file for e, _ in equations for file, *_ in _compat.frames(e)[:20]}
-    way_out = "Call it in place of jax.value_and_grad, and put"
-    if any("dynamic_scale" in file for file in files):
-        way_out = (
-            "flax' DynamicScale calls jax.value_and_grad: take "
-            "sparsejax.optim.dynamic_loss_scale in its place, call "
-            "sparsejax.value_and_grad, and put"
-        )
-    shapes = ", ".join(dict.fromkeys(str(x.shape) for x in tables))
     yield (
-        f"Parameters of shape {shapes} are read by rows, and the gradient is dense, "
-        f"since the step does not call sparsejax.value_and_grad. {way_out} "
-        "sparsejax.optim.lazy around the optax transformation."
+        f"Parameters of shape {', '.join(shapes)} are read by rows, and the gradient "
+        "is dense, since the step does not call sparsejax.value_and_grad. Call it in "
+        "place of jax.value_and_grad, and put sparsejax.optim.lazy around the optax "
+        "transformation."
     )
+    files = {file for e, _ in equations for file, *_ in _compat.frames(e)}
+    if any("dynamic_scale" in file for file in files):
+        yield (
+            "flax' DynamicScale calls jax.value_and_grad. Take "
+            "sparsejax.optim.dynamic_loss_scale in its place."
+        )
 
 
 def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
@@ -526,15 +516,7 @@ def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
             )
 
 
-# -- the programs ----------------------------------------------------------------------
-
-_BY_ID = frozenset("gather read_rows bag_sum bags_with".split())
-_OF_ROWS = _BY_ID | frozenset(
-    "scatter scatter-add dynamic_slice slice dynamic_update_slice update_rows "
-    "merge_rows reduce_rows name optimization_barrier copy copy_p pvary pcast reshape "
-    "sharding_constraint reshard stop_gradient order_after squeeze".split()
-)
-_BODIES = ("jaxpr", "call_jaxpr", "body_jaxpr", "branches", "fun_jaxpr")
+# -- the program -----------------------------------------------------------------------
 
 
 def _equations(
@@ -542,8 +524,7 @@ def _equations(
 ) -> Iterator[tuple[Any, str | None]]:
     """The equations of a program and of those inside it, with the line around each."""
     for eqn in jaxpr.eqns:
-        params = [eqn.params[key] for key in _BODIES if key in eqn.params]
-        bodies = [x for p in params for x in (p if isinstance(p, tuple) else (p,))]
+        bodies = _primitives.bodies(eqn)
         if not bodies:
             yield eqn, enclosing
         for body in bodies:
@@ -557,25 +538,9 @@ def _whole_uses(
     """The equations that take or make an array of a table's shape, rows apart."""
     for eqn, enclosing in equations:
         variables = [*eqn.invars, *eqn.outvars]
-        if eqn.primitive.name not in _OF_ROWS and any(
+        if eqn.primitive.name not in _primitives.OF_ROWS and any(
             getattr(v.aval, "shape", None) == shape
             and jnp.issubdtype(v.aval.dtype, jnp.inexact)
             for v in variables
         ):
             yield f"`{eqn.primitive.name}` at {_compat.user_line(eqn, enclosing)}"
-
-
-def _way_out_of_walk(lines: Sequence[str]) -> str:
-    if any("`select_n`" in line for line in lines):
-        return "To skip a step, put it under lax.cond, or use optax.apply_if_finite."
-    return (
-        "Update with sparsejax.optim.lazy(tx), without to_dense(). Put a projection of "
-        "rows into the chain inside lazy. Compute what you log from gradients or "
-        "rows, as sparsejax.optim.global_norm(grads) does."
-    )
-
-
-def _is_copied(text: str, shape: tuple[int, ...]) -> bool:
-    """True if a compiled program copies a whole array of this shape."""
-    dims = ",".join(map(str, shape))
-    return bool(re.search(rf"= \w+\[{dims}\]\S* copy\(", text))

@@ -58,108 +58,50 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`jax.value_and_grad`, with sparse gradients for tables that are read by rows.
 
-    In a training step two lines change; the loss function does not::
-
-      tx = sj.optim.lazy(tx)                                   # around optax's
-      loss, grads = sj.value_and_grad(loss_fn)(params, batch)  # in place of jax's
-      updates, state = tx.update(grads, state, params)
-      params = optax.apply_updates(params, updates)
-
-    For a loss `L` that reads a table `T` only through rows
-    `T[i_1], ..., T[i_n]` the gradient is
+    For a loss `L` that reads a table `T` only through rows `T[i_1], ..., T[i_n]`, in
+    any way (`table[ids]`, `jnp.take`, layers of flax, inside `jit`, `vmap`, `scan`):
 
       SelectedRows(rows=[i_1, ..., i_n], values=[dL/dT[i_1], ..., dL/dT[i_n]])
 
-    one slot for each read, in the order of the reads. Duplicates are not merged;
-    ids out of range are empty slots. Its `to_dense()` is what `jax.grad` gives.
-    The number of slots is static (`jax.eval_shape` shows it), so new ids do not
-    recompile.
-
-    The gradient is sparse for a real float leaf of rank 2 or more that is read
-    by rows and used in no other way, if a call reads at most half of its
-    rows (beyond that a dense gradient is cheaper). How it is read does not
-    matter: `sparsejax.lookup`, `embedding_bag`, `table[ids]`, `jnp.take`,
-    `lax.dynamic_slice`, an embedding layer of flax or equinox, inside `jit`,
-    `vmap`, `scan`, `cond`, `checkpoint` or `shard_map`. A stack of K tables,
-    `[K, V, ...]` read at (k, v), has K * V rows: see `SelectedRows`.
-
-    Every other leaf gets the dense gradient that `jax.grad` gives. A table
-    also gets a dense gradient if it is multiplied as a whole (tied to an output
-    layer), written to, changed inside a loop, or passed to a `custom_vjp`
-    function. `sparsejax.explain(fun)(*args)` prints which leaves are sparse,
-    where each is read, and why a leaf is not sparse.
+    one slot for each read; its `to_dense()` is what `jax.grad` gives. The gradient is
+    sparse for a real float leaf of rank 2 or more, if at most half of its rows are
+    read, fewer if rows are narrow. Every other leaf gets the gradient of `jax.grad`;
+    `sparsejax.explain(fun)(*args)` says why.
 
     Args:
-      fun: a function with a scalar float output, or `(scalar, aux)`. It is
-        traced as under `jit`: differentiated arrays are tracers. All other arguments
-        are passed through unchanged, but NumPy arrays as JAX arrays.
-      argnums: int or tuple of ints, the arguments to differentiate; these are
-        passed by position.
-      has_aux: True if `fun` returns `(loss, aux)`; aux is any tree, and is not
-        differentiated.
-      tables: which leaves are tables. None decides as above. Or a tree prefix
-        of the argument with True, False or None at its leaves (a dict needs all
-        of its keys), or `callable(path, leaf) -> bool`: True requires
-        SelectedRows, whatever fraction of the rows is read, and raises an error
-        if that is impossible; False gives the dense gradient. With a tuple `argnums`
-        it is a prefix of that tuple. `sparsejax.nn.tables` builds it for layers.
+      fun: a function with a scalar float output, or `(scalar, aux)`, traced as under
+        `jit`. Arguments that are not arrays are passed through unchanged.
+      argnums: int or tuple of ints, the arguments to differentiate, by position.
+      has_aux: True if `fun` returns `(loss, aux)`; aux is any tree.
+      tables: which leaves are tables. None decides as above. Or a tree prefix of the
+        argument (of the tuple for a tuple `argnums`) with True, False or None at its
+        leaves, or `callable(path, leaf) -> bool`: True requires SelectedRows, False the
+        dense gradient.
 
     Returns:
       A function of the same arguments that returns `(value, gradient)`, or
-      `((value, aux), gradient)`. The gradient has the structure of the argument
-      (a tuple of them for a tuple `argnums`), with a SelectedRows of the
-      table's shape and dtype if it is sparse. A leaf that is itself a SelectedRows,
-      as returned by `KVStore.pull`, gets one with the same rows.
+      `((value, aux), gradient)`. A leaf that is itself a SelectedRows, as returned by
+      `KVStore.pull`, gets one with the same rows.
 
     Raises:
       DensifyError: a leaf that `tables=` requires to be sparse is not only read by
-        rows. The message shows the primitive and your source line. Leave the leaf out
-        of `tables=`, read rows there, or register a rule for that primitive:
-        `sparsejax.extend.register_rule`.
-      TypeError: a leaf cannot be differentiated, the output is not a scalar, or the
-        call has too few positional arguments for `argnums`.
-      ValueError: `argnums` names an argument twice, or `tables=` is not a prefix of the
-        argument's tree.
+        rows. The message shows the primitive and your source line.
+      TypeError, ValueError: as `jax.value_and_grad`, or `tables=` does not fit.
 
     Example:
-      >>> import functools, jax, jax.numpy as jnp, optax, sparsejax as sj
-      >>> def loss_fn(params, batch):
-      ...     rows = params["table"][batch["ids"]]
-      ...     return jnp.mean((rows @ params["w"] - batch["y"]) ** 2)
-      >>> tx = sj.optim.lazy(optax.adam(0.1))
-      >>> @functools.partial(jax.jit, donate_argnums=(0, 1))
-      ... def train_step(params, state, batch):
-      ...     loss, grads = sj.value_and_grad(loss_fn)(params, batch)
-      ...     updates, state = tx.update(grads, state, params)
-      ...     return optax.apply_updates(params, updates), state, loss
+      >>> import jax.numpy as jnp, optax, sparsejax as sj
+      >>> loss_fn = lambda params, ids: jnp.sum(params["table"][ids] @ params["w"])
       >>> params = {"table": jnp.ones((100, 2)), "w": jnp.ones(2)}
-      >>> batch = {"ids": jnp.array([7, 4, 7]), "y": jnp.zeros(3)}
-      >>> state = tx.init(params)
-      >>> params, state, loss = train_step(params, state, batch)
-      >>> loss, params["table"][6:8, 0]  # row 6 was not read
-      (Array(4., dtype=float32), Array([1. , 0.9], dtype=float32))
-
-      The gradients:
-
-      >>> loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+      >>> loss, grads = sj.value_and_grad(loss_fn)(params, jnp.array([7, 4, 7]))
       >>> grads["table"]
       SelectedRows(rows=[7 4 7], values=float32[3,2], height=100, num_rows=3)
-      >>> grads["w"].shape
-      (2,)
-
-      With an auxiliary output, and a sparse gradient required:
-
-      >>> with_aux = lambda params, batch: (loss_fn(params, batch), batch["ids"].size)
-      >>> tables = {"table": True, "w": None}
-      >>> run = sj.value_and_grad(with_aux, has_aux=True, tables=tables)
-      >>> (loss, count), grads = run(params, batch)
-      >>> count, grads["table"].capacity
-      (3, 3)
+      >>> tx = sj.optim.lazy(optax.adam(0.1))
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> optax.apply_updates(params, updates)["table"][6:8, 0]  # row 6 was not read
+      Array([1. , 0.9], dtype=float32)
 
     References:
       PaddlePaddle, `embedding(is_sparse=True)`; TensorFlow, `IndexedSlices`.
-      `jax.experimental.sparse.value_and_grad` is something else: it
-      differentiates with respect to the stored elements of a sparse *input*.
     """
     numbers = check_fun(fun, argnums, has_aux)
 

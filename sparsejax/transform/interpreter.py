@@ -49,7 +49,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _arguments, _compat, _mesh
+from sparsejax import _arguments, _compat, _mesh, _primitives
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import indexing
 from sparsejax.transform.liveness import Liveness, Registry
@@ -73,22 +73,18 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
 
     The rule is called as `rule(ctx, *inputs, **params)`, with the equation's parameters
     and its inputs, at least one of which is a `TableRef`. It returns the outputs of the
-    primitive (a list if the primitive has multiple results), or `NotImplemented`, which
-    makes this a use of the whole table. It may branch on shapes and types, not on
-    values.
+    primitive, or `NotImplemented`, which makes this a use of the whole table. It may
+    branch on shapes and types, not on values.
 
     - `ctx.read(ref, ids)` gives the rows `[*ids.shape, *ref.content]`, and their
       cotangents become the sparse gradient. An id out of range gets no gradient.
-    - `ctx.combine(ref, ids, out, transpose)` records a read of rows if the program only
-      has a linear combination `out` of the rows; the rows need not be an array.
     - `ref.then(fn)` is the table with `fn` applied to each row; pass `shape=`, `dtype=`
       or `row_axes=` if `fn` changes them.
-    - `ctx.dense(x)` is the whole array, which makes the gradient dense.
+    - `ctx.combine` records a read of which the program has a linear combination alone;
+      `ctx.dense(x)` is the whole array, which makes the gradient dense.
 
-    A rule gets every kind of view. If `ref.row_axis` is None, the view is a stack of
-    tables with two axes of rows. If `ref.has_all_rows` is False, row r of the view is
-    not row r of `ref.array`. `ctx.read` and `ref.then` take all of them; a rule that
-    uses `ref.array` itself returns NotImplemented unless `ref.has_all_rows`.
+    A rule gets every kind of view: a stack of tables (`ref.row_axis` is None), or one
+    whose row r is not row r of `ref.array` (`ref.has_all_rows` is False).
 
     Args:
       *primitives: `jax.extend.core.Primitive` objects, or their names. If a primitive
@@ -117,21 +113,14 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
       Array([[1., 0.]], dtype=float32)
 
     References:
-      Quax, `quax.register`; Oryx, `oryx.core.interpreters.harvest`.
+      Quax, `quax.register`.
     """
-    for primitive in primitives:
-        if not isinstance(primitive, str) and not hasattr(primitive, "bind"):
-            raise _arguments.wrong_type(
-                "sparsejax.extend.register_rule",
-                "primitives",
-                "jax.extend.core.Primitive objects or their names",
-                _arguments.kind_of(primitive),
-                "Use it with parentheses: @register_rule(my_p).",
-            )
-    if not primitives:
+    is_primitive = lambda x: isinstance(x, str) or hasattr(x, "bind")
+    if not primitives or not all(map(is_primitive, primitives)):
+        kinds = ", ".join(map(_arguments.kind_of, primitives)) or "none"
         raise TypeError(
-            "sparsejax.extend.register_rule: needs at least one primitive, as in "
-            "@register_rule(my_p)."
+            "register_rule takes primitives or their names, as in "
+            f"@register_rule(my_p), got {kinds}."
         )
 
     def register(rule: Rule) -> Rule:
@@ -333,7 +322,7 @@ class RuleContext:
             return self._read_by(ref.reader, ref, ids, valid, drop)
         shape = jnp.shape(ids)
         height = ref.array.shape[0]
-        ids = _arguments.as_ids(ids, height)
+        ids = _arguments.as_ids("RuleContext.read", ids, height)
         ids = indexing.reshape(ids, (ids.size,))
         counts = indexing.in_range(ids, ref.height)
         if valid is not None:
@@ -351,7 +340,7 @@ class RuleContext:
         self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
     ) -> jax.Array:
         """`read` of a view with a reader."""
-        ids = _arguments.as_ids(ids, ref.height)
+        ids = _arguments.as_ids("RuleContext.read", ids, ref.height)
         counts = indexing.in_range(ids, ref.height)
         if valid is not None:
             counts &= jnp.reshape(valid, ids.shape)
@@ -404,11 +393,11 @@ class RuleContext:
         """
         if not ref.has_all_rows:
             raise TypeError(
-                f"sparsejax: the rule for {self.eqn.primitive.name} combined rows of a "
-                "view that does not have all rows of its table. Return NotImplemented "
-                "unless ref.has_all_rows."
+                f"the rule for {self.eqn.primitive.name} combined rows of a view that "
+                "does not have all rows of its table. Return NotImplemented unless "
+                "ref.has_all_rows."
             )
-        ids = _arguments.as_ids(ids, ref.height).reshape(-1)
+        ids = _arguments.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: transpose(ct, *xs).reshape(shape).astype(ref.dtype)
         counts = indexing.in_range(ids, ref.height)
@@ -475,8 +464,8 @@ class RuleContext:
         if live and any(self.live) and not x.stopped:
             if self.reads.planting:
                 raise AssertionError(
-                    "sparsejax: a table with a dense use was planned as sparse; a rule "
-                    f"for {self.eqn.primitive.name} branches on values. This is a bug."
+                    f"the rule for {self.eqn.primitive.name} read rows in one walk and "
+                    "not in the other: a rule must not branch on values."
                 )
             use = DenseUse(x.index, self.eqn.primitive.name, self.where, why)
             if use not in self.run.dense:
@@ -604,17 +593,15 @@ def _has_rule_of_arrays(run: Run, eqn: Any) -> bool:
     """Returns True if an equation, or one inside it, has a rule that takes arrays."""
     if eqn.primitive.name in _RULES_OF_ARRAYS:
         return True
-    found = False
-    for param in eqn.params.values():
-        for inner in param if isinstance(param, (tuple, list)) else (param,):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                if id(inner) not in run.with_rules_of_arrays:
-                    has = any(_has_rule_of_arrays(run, e) for e in inner.eqns)
-                    # The jaxpr is kept, so that no other one can reuse its id.
-                    run.with_rules_of_arrays[id(inner)] = inner, has
-                found = found or run.with_rules_of_arrays[id(inner)][1]
-    return found
+    for body in _primitives.bodies(eqn):
+        inner, _ = _compat.open_jaxpr(body)
+        if id(inner) not in run.with_rules_of_arrays:
+            has = any(_has_rule_of_arrays(run, e) for e in inner.eqns)
+            # The jaxpr is kept, so that no other one can reuse its id.
+            run.with_rules_of_arrays[id(inner)] = inner, has
+        if run.with_rules_of_arrays[id(inner)][1]:
+            return True
+    return False
 
 
 def _whole(ctx: RuleContext, x: Any) -> Any:
@@ -636,8 +623,8 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
             break
         if len(ctx.reads.sites) != before:
             raise TypeError(
-                f"sparsejax: the rule for {name} read rows and then returned "
-                "NotImplemented. Return NotImplemented before the first ctx.read."
+                f"the rule for {name} read rows and then returned NotImplemented. "
+                "Return NotImplemented before the first ctx.read."
             )
     else:
         return _compat.bind(eqn, [_whole(ctx, x) for x in inputs])
@@ -647,14 +634,14 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     # error would not.
     if len(outputs) != len(eqn.outvars):
         raise TypeError(
-            f"sparsejax: the rule for {name} must return {len(eqn.outvars)} "
-            f"output(s), like the primitive, got {len(outputs)}."
+            f"the rule for {name} must return {len(eqn.outvars)} output(s), like the "
+            f"primitive, got {len(outputs)}."
         )
     for x, v in zip(outputs, eqn.outvars):
         found = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)
         if hasattr(v.aval, "shape") and found != tuple(v.aval.shape):
             raise TypeError(
-                f"sparsejax: the rule for {name} must return shape "
-                f"{tuple(v.aval.shape)}, like the primitive, got {found}."
+                f"the rule for {name} must return shape {tuple(v.aval.shape)}, like "
+                f"the primitive, got {found}."
             )
     return list(outputs)

@@ -15,7 +15,7 @@ leaf remains a stack if all its uses are then reads, of fewer numbers than befor
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +23,7 @@ import jax.numpy as jnp
 from sparsejax import _arguments, _compat, _mesh
 from sparsejax._rows import SelectedRows
 from sparsejax.transform import rules
-from sparsejax.transform.interpreter import (
-    DenseUse,
-    Reads,
-    Run,
-    Site,
-    has_rule,
-    walk,
-)
+from sparsejax.transform.interpreter import Reads, Run, has_rule, walk
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.table import TableRef
 from sparsejax.transform.trace import Call, Leaf, observer
@@ -108,40 +101,14 @@ class Plan:
         for site in self.run.sites:
             leaf = leaves[site.table]
             zeros = jnp.zeros(site.lead + leaf.row_shape, jnp.result_type(leaf.value))
-            deltas.append(
-                _mesh.reshard(
-                    _compat.to_varying(zeros, site.axes), site.spec, site.mesh
-                )
-            )
+            zeros = _compat.to_varying(zeros, site.axes)
+            deltas.append(_mesh.reshard(zeros, site.spec, site.mesh))
         return deltas
-
-    def uses(self) -> dict[int, "Uses"]:
-        """The uses of each table."""
-        run = self.run
-        return {
-            leaf.position: Uses(
-                [s for s in run.sites if s.table == leaf.position and s.num_rows],
-                [use for use in run.dense if use.table == leaf.position],
-            )
-            for leaf in self.tables
-        }
 
     def only(self, tables: Sequence[Leaf]) -> "Plan":
         """The plan of some of the tables, without another walk."""
         run = self.run.only({leaf.position for leaf in tables})
         return Plan(self.call, tables, run)
-
-
-class Uses(NamedTuple):
-    """The uses of one table in a walk: reads of rows, and dense uses."""
-
-    sites: list[Site]
-    dense: list[DenseUse]
-
-    @property
-    def num_rows(self) -> Any:
-        """Number of rows read."""
-        return sum(site.num_rows for site in self.sites)
 
 
 def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
@@ -152,6 +119,9 @@ def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
     if tables:
         jax.eval_shape(lambda inputs: plan.walk(inputs, reads), call.flat.inputs)
     plan.run.sites = tuple(reads.sites)
+    for leaf in tables:
+        leaf.sites = [s for s in reads.sites if s.table == leaf.position and s.num_rows]
+        leaf.dense = [use for use in plan.run.dense if use.table == leaf.position]
     return plan
 
 
@@ -159,9 +129,7 @@ def find_tables(call: Call) -> Plan:
     """The leaves that are read by rows and used in no other way, however many rows."""
     leaves = [leaf for leaf in call.leaves if _may_be_table(leaf, False)]
     plan = collect(call, leaves, Liveness())
-    uses = plan.uses()
-    is_table = lambda leaf: uses[leaf.position].sites and not uses[leaf.position].dense
-    return plan.only([leaf for leaf in leaves if is_table(leaf)])
+    return plan.only([leaf for leaf in leaves if leaf.sites and not leaf.dense])
 
 
 def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
@@ -182,17 +150,15 @@ def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
     leaves = [leaf for leaf in call.leaves if _may_be_table(leaf, strict)]
     liveness = Liveness()
     plan = collect(call, leaves, liveness)
-    uses = plan.uses()
-    tried = [leaf for leaf in leaves if _may_be_stack(leaf, uses[leaf.position])]
-    if stacks and tried:
-        plan, uses = _try_stacks(plan, tried, uses, liveness)
+    tried = [leaf for leaf in leaves if stacks and _may_be_stack(leaf)]
+    if tried:
+        plan = _try_stacks(plan, tried)
     for leaf in leaves:
-        leaf.sites = uses[leaf.position].sites
-        leaf.sparse = _is_sparse(leaf, uses[leaf.position].dense, strict)
+        leaf.sparse = _is_sparse(leaf, strict)
     return plan.only([leaf for leaf in leaves if leaf.sparse])
 
 
-def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
+def _may_be_stack(leaf: Leaf) -> bool:
     """Returns True if a second walk may find that a leaf is a stack of tables."""
     shape = jnp.shape(leaf.value)
     if len(shape) < 3 or not isinstance(shape[1], int):
@@ -200,50 +166,31 @@ def _may_be_stack(leaf: Leaf, uses: Uses) -> bool:
     height = shape[0] * shape[1]
     if not height or not _arguments.has_index_dtype(height):
         return False
-    if uses.dense:
-        return all(has_rule(use.primitive) for use in uses.dense)
+    if leaf.dense:  # the rule of a product only knows why it is no read
+        names = {use.primitive for use in leaf.dense}
+        return "dot_general" not in names and all(map(has_rule, names))
     # Parts of few long rows may be read; of many short ones it would hardly matter.
-    return shape[0] < shape[1] and any(not site.kind for site in uses.sites)
+    return shape[0] < shape[1] and any(not site.kind for site in leaf.sites)
 
 
-def _try_stacks(
-    plan: Plan, tried: Sequence[Leaf], uses: dict[int, Uses], liveness: Liveness
-) -> tuple[Plan, dict[int, Uses]]:
-    """Walks with some leaves as stacks, and decides which of them are stacks.
-
-    Args:
-      plan: of the walk in which no leaf is a stack.
-      tried: the leaves that may be stacks.
-      uses: of that walk.
-      liveness: of the program.
-
-    Returns:
-      A plan with all leaves that are read by rows alone, and the uses of each leaf as
-      a stack, if it is one, or by its first axis.
-    """
+def _try_stacks(plan: Plan, tried: Sequence[Leaf]) -> Plan:
+    """Walks with some leaves as stacks; the others are walked by their first axis."""
+    before = [(leaf.dense, leaf.rows_read) for leaf in tried]
     for leaf in tried:
         leaf.stacked = True
-    leaves = [t for t in plan.tables if t.stacked or not uses[t.position].dense]
-    as_stacks = collect(plan.call, leaves, liveness)
-    found = as_stacks.uses()
-    for leaf in tried:
-        was, now = uses[leaf.position], found[leaf.position]
-        if was.dense or (not now.dense and _reads_less(leaf, now, was)):
-            uses = {**uses, leaf.position: now}
-        else:
-            leaf.stacked = False
+    stacks = collect(plan.call, plan.tables, plan.run.liveness)
+    for leaf, (was_dense, was_read) in zip(tried, before):
+        less = was_dense or (not leaf.dense and _reads_less(leaf, was_read))
+        leaf.stacked = bool(less)
     if all(leaf.stacked for leaf in tried):
-        return as_stacks, uses
-    if all(uses[leaf.position].dense for leaf in tried if leaf.stacked):
-        return plan, uses
-    # Seldom some are stacks and others are read by their first axis: one walk more.
-    return collect(plan.call, leaves, liveness), uses
+        return stacks
+    return collect(plan.call, plan.tables, plan.run.liveness)
 
 
-def _reads_less(leaf: Leaf, now: Uses, was: Uses) -> bool:
+def _reads_less(leaf: Leaf, rows_of_axis_0: Any) -> bool:
     """Returns True if reads of the stack touch fewer numbers than reads of axis 0."""
     try:
-        return now.num_rows < was.num_rows * jnp.shape(leaf.value)[1]
+        return leaf.rows_read < rows_of_axis_0 * jnp.shape(leaf.value)[1]
     except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
         return True
 
@@ -277,8 +224,8 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
     return not leaf.reason
 
 
-def _is_sparse(leaf: Leaf, uses: Sequence[DenseUse], strict: bool) -> bool:
-    shape = jnp.shape(leaf.value)
+def _is_sparse(leaf: Leaf, strict: bool) -> bool:
+    shape, uses = jnp.shape(leaf.value), leaf.dense
     if uses and leaf.required and strict:
         use = uses[0]
         raise DensifyError(

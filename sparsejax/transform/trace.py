@@ -13,7 +13,7 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows, with_leaves
-from sparsejax.transform.interpreter import Site
+from sparsejax.transform.interpreter import DenseUse, Site
 
 
 # True while a program is traced that will be walked. Only then may a ShardedTable act
@@ -108,7 +108,7 @@ def trace_flat(
 class Leaf:
     """One leaf of the arguments that are differentiated.
 
-    The last four fields are filled in by `make_plan`.
+    The last five fields are filled in by `make_plan`.
 
     Args:
       name: the leaf as the user would write it, e.g. `params['table']`.
@@ -118,7 +118,7 @@ class Leaf:
         values, for a SelectedRows).
       sparse: True if its gradient is a SelectedRows.
       reason: why the gradient is not sparse.
-      sites: the reads of the leaf that count.
+      sites, dense: the reads of the leaf that count, and its other uses.
       stacked: True if it is a stack of tables `[K, V, ...]` read at (k, v), with K * V
         rows.
     """
@@ -130,6 +130,7 @@ class Leaf:
     sparse: bool = False
     reason: str = ""
     sites: Sequence[Site] = ()
+    dense: Sequence[DenseUse] = ()
     stacked: bool = False
 
     @property

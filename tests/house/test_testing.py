@@ -145,12 +145,8 @@ def test_models_with_moments(make):
     _check(tx, make())
 
 
-def test_labels_by_the_number_of_rows():
-    """Only the table has a state; the dense side asks on its own shapes."""
-    name = lambda x: "table" if x.shape == (V, D) else "other"
-    parts = {"table": optax.sgd(0.1, momentum=0.9), "other": optax.sgd(0.1)}
-    tx = optax.partition(parts, lambda p: jax.tree.map(name, p))
-    _check(tx, _a_batch_that_is_a_namedtuple())
+def test_batches_that_are_namedtuples():
+    _check(ADAGRAD, _a_batch_that_is_a_namedtuple())
 
 
 def test_exact():

@@ -339,7 +339,9 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize(("make", "message"), WRONG_FIELDS)
 def test_wrong_fields(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"sparsejax\.nn\.\w+: {message}"
+    ):
         make()
 
 
@@ -365,5 +367,7 @@ WRONG_CALLS = [
 @pytest.mark.parametrize(("layer", "args", "message"), WRONG_CALLS)
 def test_wrong_calls(layer, args, message):
     params = _params(layer)
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises(
+        (TypeError, ValueError), match=rf"sparsejax\.nn\.\w+.*{message}"
+    ):
         layer(*args(params))

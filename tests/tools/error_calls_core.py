@@ -1161,8 +1161,6 @@ check(loss_fn, sj.optim.exact(tx), params, [ids], exact=True)
 
 check(loss_fn(params, ids), tx, params, [ids])
 
-check(loss_fn, tx, params, [ids], exact=1)
-
 check(loss_fn, tx, pulled, [ids])
 
 check(loss_fn, tx, jax.eval_shape(lambda: params), [ids])
