@@ -27,15 +27,13 @@ ROWS = (100_000, 1_000_000, 10_000_000)
 MOST = 1.25  # times as long at the most rows as at the fewest
 
 
-def measure(
-    cases: Sequence[Case], repeats: int, huge_pages: bool = True
-) -> dict[str, Any]:
+def measure(cases: Sequence[Case], repeats: int) -> dict[str, Any]:
     """Times a step, its tables in turns; one record. `cases` differ by rows only."""
     first = cases[0]
     tx = step.OPTIMIZERS[first.optimizer]()
     train = sweep.make_step(sj.value_and_grad, sj.optim.lazy(tx))
     rng = np.random.default_rng(0)
-    states = [sweep.make_state(case, tx, huge_pages) for case in cases]
+    states = [sweep.make_state(case, tx) for case in cases]
 
     def batches() -> list[Any]:
         return [sweep.make_batch(case, rng) for case in cases]
@@ -91,7 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dim", type=int, default=64, help="columns of the table")
     parser.add_argument("--ids", type=int, default=8_192, help="of a batch")
     parser.add_argument("--repeats", type=int, default=100, help="timed runs")
-    parser.add_argument("--small-pages", action="store_true", help="of 4 KiB")
     parser.add_argument("--json", metavar="FILE", help="append a JSON line a step")
     parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
     args = parser.parse_args(argv)
@@ -103,7 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         measure(
             [Case("rows", name, rows, args.ids, args.dim) for rows in args.rows],
             args.repeats,
-            not args.small_pages,
         )
         for name in args.steps
     )

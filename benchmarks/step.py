@@ -254,7 +254,6 @@ def bag_sides(case: Case, layout: str) -> tuple[dict[str, Callable], Any, Callab
     capacity = bag.capacity_of(layout, bags)
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.standard_normal((case.rows, case.dim), dtype=np.float32))
-    sj.cpu.huge_pages(table)  # as NumPy's arrays are, which PyTorch is given
     ids = jax.ShapeDtypeStruct((capacity,), jnp.int32)
     f = bag.ours(layout, bags, "sum")
     ours = bag.jax_side(f, "forward", (table, [ids, ids])).run

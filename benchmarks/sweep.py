@@ -125,10 +125,8 @@ def make_step(
     return step
 
 
-def make_state(
-    case: Case, tx: optax.GradientTransformation, huge_pages: bool = True
-) -> Any:
-    """Parameters and optimizer state, in huge pages unless told otherwise."""
+def make_state(case: Case, tx: optax.GradientTransformation) -> Any:
+    """Parameters and optimizer state."""
 
     def make():
         shape = (case.rows, case.dim)
@@ -138,10 +136,7 @@ def make_state(
         }
         return params, tx.init(params)
 
-    state = jax.jit(make)()
-    if huge_pages:
-        sj.cpu.huge_pages(state)
-    return state
+    return jax.jit(make)()
 
 
 def make_batch(case: Case, rng: np.random.Generator) -> Any:

@@ -1,32 +1,20 @@
-"""Memory of the process on a CPU: two settings that can make a step twice as fast.
+"""Memory of the process on a CPU: a setting that can make a step twice as fast.
 
-- `keep_freed_pages`: glibc keeps freed memory for the next step.
-- `huge_pages`: large arrays lie in pages of 2 MB.
-
-Both act on the process, so a program calls them and the library never does. On other
-systems than Linux they return False and 0, and change nothing.
+It acts on the process, so a program calls it and the library never does. On other
+systems than Linux it returns False and changes nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
-import errno
-import functools
-import mmap
 import os
-import pathlib
 import sys
 import warnings
-from collections.abc import Iterator
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from sparsejax import _arguments, _compat
+from sparsejax import _compat
 
-
-# ------------------------------------------------------------------ freed pages
 
 # Parameters of glibc's mallopt(3), by the numbers of malloc.h, and their values.
 _MALLOPT = (
@@ -35,6 +23,7 @@ _MALLOPT = (
     (-1, 2**31 - 1),  # M_TRIM_THRESHOLD: the end of the heap is not given back
 )
 _MAX_KEPT = 32 << 20  # bytes; glibc keeps smaller buffers by itself
+_is_kept = False
 
 
 def keep_freed_pages() -> bool:
@@ -78,25 +67,16 @@ def keep_freed_pages() -> bool:
             "anew in each step. Call it before the first JAX computation.",
             stacklevel=2,
         )
+    global _is_kept
     mallopt = ctypes.CDLL(None).mallopt
-    return all([mallopt(name, value) == 1 for name, value in _MALLOPT])
+    _is_kept = all([mallopt(name, value) == 1 for name, value in _MALLOPT])
+    return _is_kept
 
 
 def _maps_anew(num_bytes: int) -> bool:
     """Returns True if temporaries of `num_bytes` take new pages in each call."""
     is_large = num_bytes > _MAX_KEPT and jax.default_backend() == "cpu"
-    if not is_large or not _has_glibc_malloc():
-        return False
-    process = ctypes.CDLL(None)
-    process.malloc.restype, process.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    process.free.argtypes = [ctypes.c_void_p]
-    address = process.malloc(num_bytes)
-    if address is None:
-        return False
-    # glibc's malloc.c: IS_MMAPPED is a bit of the size, which is before the buffer.
-    size = ctypes.c_size_t.from_address(address - ctypes.sizeof(ctypes.c_size_t)).value
-    process.free(address)
-    return bool(size & 2)
+    return is_large and not _is_kept and _has_glibc_malloc()
 
 
 def _has_glibc_malloc() -> bool:
@@ -133,109 +113,3 @@ def _library_of(symbol: str) -> str | None:
     except AttributeError:  # musl has no gnu_get_libc_version
         return None
     return os.path.realpath(os.fsdecode(found.file))
-
-
-# ------------------------------------------------------------------ huge pages
-
-_SETTINGS = pathlib.Path("/sys/kernel/mm/transparent_hugepage")
-_MADV_COLLAPSE = 25  # Linux 6.1; the module `mmap` does not have it
-# A smaller array has few pages of 2 MB, and few rows.
-_MIN_BYTES = 32 << 20
-# Linux is asked for one piece at a time. The first piece that it refuses ends the work:
-# it would search for each further huge page in vain.
-_PIECE_BYTES = 64 << 20
-
-
-def huge_pages(tree: _arguments.PyTree) -> int:
-    """Puts large arrays on a CPU into pages of 2 MB, at the addresses they have.
-
-    A batch reads rows all over a table. With pages of 4 KiB each row is in a page of
-    its own, and the processor looks up the address of each page: a table of 2.5 GB has
-    600,000 of them, a few thousand fit into the processor's cache of addresses. NumPy
-    asks for pages of 2 MB for its own arrays; XLA does not. Measured: an Adam step of
-    8,192 ids is 1.1 times faster on 10^6 rows of 64, and 1.2 times on 10^7.
-
-    Values, addresses and the memory in use stay the same. A step that updates donated
-    arrays in place keeps their pages, so call it once, for parameters and optimizer
-    state. It waits until the arrays are computed, and Linux then copies them once, at
-    0.2 to 0.3 s a GB.
-
-    Args:
-      tree: a pytree. Each `jax.Array` of 32 MiB or more on a CPU is moved; smaller
-        arrays, keys of `jax.random` and other leaves are ignored.
-
-    Returns:
-      `int`: at least how many bytes of these arrays are in huge pages now. 0, with
-      nothing moved, on other systems than Linux, if Linux is older than 6.1, and if
-      /sys/kernel/mm/transparent_hugepage/enabled says `never`.
-
-    Example:
-      >>> import jax.numpy as jnp, sparsejax as sj
-      >>> params = {"table": jnp.ones((100, 8)), "bias": jnp.zeros(8)}
-      >>> sj.cpu.huge_pages(params)  # too small to need it
-      0
-
-    References:
-      Linux, "Transparent Hugepage Support" and `madvise(2)`; NumPy,
-      `NUMPY_MADVISE_HUGEPAGE`.
-    """
-    size = _page_bytes()
-    if size is None:
-        return 0
-    buffers = {x for leaf in jax.tree.leaves(tree) for x in _large_buffers(leaf)}
-    return sum(_collapse(*x, size) for x in sorted(buffers))
-
-
-def _large_buffers(leaf: Any) -> Iterator[tuple[int, int]]:
-    """The address and the bytes of each large buffer of a leaf that is on a CPU."""
-    if not _arguments.is_concrete(leaf) or not isinstance(leaf, jax.Array):
-        return
-    if leaf.is_deleted() or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return
-    for shard in leaf.addressable_shards:
-        data = shard.data
-        if shard.device.platform == "cpu" and data.nbytes >= _MIN_BYTES:
-            data.block_until_ready()  # memory has no pages before it is written
-            yield data.unsafe_buffer_pointer(), data.nbytes
-
-
-def _collapse(address: int, count: int, size: int) -> int:
-    """Moves the whole huge pages in `count` bytes; returns how many bytes they are."""
-    begin, end = -(-address // size) * size, (address + count) // size * size
-    if begin >= end or _madvise(begin, end - begin, mmap.MADV_HUGEPAGE):
-        return 0
-    done = 0
-    for at in range(begin, end, _PIECE_BYTES):
-        piece = min(_PIECE_BYTES, end - at)
-        error = _madvise(at, piece, _MADV_COLLAPSE)
-        if not error:
-            done += piece
-        elif error != errno.EAGAIN:  # a page of this piece is in use for a moment
-            break
-    return done
-
-
-def _madvise(address: int, count: int, advice: int) -> int:
-    """Calls `madvise(2)`; returns 0, or the number of the error."""
-    failed = _libc().madvise(
-        ctypes.c_void_p(address), ctypes.c_size_t(count), ctypes.c_int(advice)
-    )
-    return ctypes.get_errno() if failed else 0
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
-
-
-@functools.cache
-def _page_bytes() -> int | None:
-    """The size of a huge page, or None if this system has none."""
-    if sys.platform != "linux":
-        return None
-    try:
-        if "[never]" in (_SETTINGS / "enabled").read_text():
-            return None
-        return int((_SETTINGS / "hpage_pmd_size").read_text())
-    except (OSError, ValueError):
-        return None  # Linux was built without them, or hides its settings

@@ -42,7 +42,7 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, Spec
-from sparsejax._rows import html, indexing, merge, row_ids
+from sparsejax._rows import indexing, merge, row_ids
 
 
 _NO_DIVISION_BY_ROWS = (
@@ -297,8 +297,6 @@ class SelectedRows(metaclass=_InErrors):
     def _show_height(self) -> str:
         stack = f", stack={self.stack}" if self.stack else ""
         return f"height={self.height}{stack}"
-
-    _repr_html_ = html.rows
 
     # -- to and from dense -------------------------------------------------------
 

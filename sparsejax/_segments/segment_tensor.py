@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, CSRLike, PyTree
 from sparsejax._rows import indexing, merge
-from sparsejax._segments import conversions, elements, html, nested_lists
+from sparsejax._segments import conversions, elements, nested_lists
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -168,8 +168,6 @@ class SegmentTensor:
         shape = getattr(self.segment_ids, "shape", None)  # leaves may be anything
         n = shape[0] if isinstance(shape, tuple) and shape else self.segment_ids
         return f"SegmentTensor({shown}, num_segments={self.num_segments}, capacity={n})"
-
-    _repr_html_ = html.segments
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
