@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments, _compat, _mesh
 from sparsejax._arguments import PyTree
 from sparsejax._rows import (
     SelectedRows,
@@ -226,16 +226,16 @@ def update_if(
       slot), and the state is unchanged. Leaves of the state keep their dtypes, so that
       both branches agree and loops can carry them.
     """
-    axes = []
+    types = []
 
     def step(state, params):
         updates, new = tx.update(make_grads(), state, params, **extra_args)
         return updates, jax.tree.map(_keep_dtype, state, new)
 
     def look(state, params):
-        updates, new = step(state, params)
-        axes[:] = map(_compat.varying_axes, jax.tree.leaves((updates, new)))
-        return updates
+        out = step(state, params)
+        types[:] = map(_placement, jax.tree.leaves(out))
+        return out[0]
 
     spec = jax.eval_shape(look, state, params)
 
@@ -246,18 +246,27 @@ def update_if(
         # Row ids of zeros are empty slots.
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), state
 
-    def with_axes(branch):
-        """Makes the results of both branches vary over the same `shard_map` axes."""
+    def of_one_type(branch):
+        """Gives the results of both branches the shardings of a step."""
 
         def run(state, params):
-            of_skip = map(_compat.varying_axes, jax.tree.leaves(skip(state, params)))
-            of_both = [a | b for a, b in zip(axes, of_skip)]
+            skipped = jax.tree.leaves(skip(state, params))
             leaves, treedef = jax.tree.flatten(branch(state, params))
-            return treedef.unflatten(map(_compat.to_varying, leaves, of_both))
+            for k, (spec, mesh, axes) in enumerate(types):
+                axes |= _compat.varying_axes(skipped[k])
+                x = _mesh.reshard(leaves[k], spec, mesh)
+                leaves[k] = _compat.to_varying(x, axes)
+            return treedef.unflatten(leaves)
 
         return run
 
-    return lax.cond(wanted, with_axes(step), with_axes(skip), state, params)
+    return lax.cond(wanted, of_one_type(step), of_one_type(skip), state, params)
+
+
+def _placement(x: jax.Array) -> tuple[Any, Any, frozenset]:
+    """Returns the sharding in the type of `x`, and the axes over which it varies."""
+    mesh = jax.typeof(x).sharding.mesh
+    return _mesh.explicit_spec(x), mesh, _compat.varying_axes(x)
 
 
 def _keep_dtype(old: Any, new: Any) -> jax.Array:

@@ -24,6 +24,7 @@ a QuantizedTable of two SelectedRows, of codes and of scales. Codes are added mo
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -45,10 +46,9 @@ from sparsejax._rows import (
     row_ids,
     stacked_rows,
     with_known_sum,
-    with_slots,
 )
 from sparsejax.optim import _checks as checks, _trees as trees
-from sparsejax.optim._lazy import state_sharding
+from sparsejax.optim._lazy import gather_scatter, state_sharding
 
 
 CALL = "sparsejax.optim.rounding"
@@ -218,16 +218,17 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
     # Merged, because each row must be rounded once, and the updates of some
     # transformations have duplicates.
     update = update.astype(jnp.float32).coalesce()
-    if not update.height:
-        return update, copy
+    zeros = jnp.zeros_like(update.values)
     table, master = flat_rows(update, weights), flat_rows(update, copy)
-    new = read_rows(master, update.rows).astype(jnp.float32) + update.values
+    gather = functools.partial(gather_scatter.gather_rows, update)
+    new = gather(master, zeros).astype(jnp.float32) + update.values
     rounded = _round(new, weights.dtype, key).astype(jnp.float32)
-    change = rounded - read_rows(table, update.rows).astype(jnp.float32)
+    change = rounded - gather(table, zeros).astype(jnp.float32)
     change = indexing.zero_unless(update.filled(), change)
     if copy.dtype == jnp.float32:
-        copy = stacked_rows(update, indexing.set_rows(master, update.rows, new))
-    return with_slots(update, update.rows, change), copy
+        copy = gather_scatter.scatter_rows(update, master, new)
+        copy = stacked_rows(update, copy)
+    return update.map(lambda _: change), copy
 
 
 def _apply_to_quantized(
