@@ -22,7 +22,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import checkify
 
-from sparsejax import _arguments, _compat
+from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.store._leaf import (
     CachedRows,
@@ -38,7 +38,7 @@ from sparsejax.transform import rules, value_and_grad
 from sparsejax.transform.forward import run_forward
 from sparsejax.transform.interpreter import Reads, Run, walk
 from sparsejax.transform.read_ids import IdsProgram, ids_program
-from sparsejax.transform.trace import makes_views
+from sparsejax.transform.trace import trace_flat
 
 
 del rules  # imported for the rules that it registers
@@ -202,7 +202,7 @@ class RowIds:
         arrays = [spec_of(x) for part in parts for x in part.arrays]
         tables: dict[str, Any] = {}
 
-        def flat(*arrays):
+        def on_records(arrays):
             rest = iter(arrays)
             args = [
                 part.static.join([next(rest) for _ in part.arrays]) for part in parts
@@ -213,14 +213,14 @@ class RowIds:
             numbers = {name: k for k, name in enumerate(tables)}
             view = lambda t: view_to_record(call, t, numbers[t.name])
             args = put_tables(args, [view(t) for t in found])
-            out = jax.tree.leaves(self._fun(*args))
-            return [x for x in out if _arguments.is_array(x)]
+            return self._fun(*args)
 
-        with makes_views(True):
-            jaxpr, consts = _compat.trace(flat, *arrays)
+        flat = trace_flat(on_records, (arrays,), {}, lambda x: True)
         heights = {k: table.shape[0] for k, table in enumerate(tables.values())}
-        run, live = Run(heights), (True,) * len(jaxpr.outvars)
-        step = lambda inputs, reads: walk(run, reads, jaxpr, [*consts, *inputs], live)
+        run, live = Run(heights), (True,) * len(flat.jaxpr.outvars)
+        step = lambda inputs, reads: walk(
+            run, reads, flat.jaxpr, [*flat.consts, *inputs], live
+        )
         reads = Reads()
         jax.eval_shape(lambda inputs: step(inputs, reads) and None, list(arrays))
         sites = run.sites = tuple(reads.sites)

@@ -199,7 +199,8 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
     if isinstance(leaf.value, SelectedRows):
         leaf.reason = "is a SelectedRows: its gradient has the same rows"
         return False
-    dtype, shape = jnp.result_type(leaf.value), jnp.shape(leaf.value)
+    dtype = jnp.result_type(leaf.value)
+    shape: tuple[Any, ...] = jnp.shape(leaf.value)
     if not jnp.issubdtype(dtype, jnp.floating):
         leaf.reason = "not real floating point"
     elif not shape:
