@@ -4,6 +4,7 @@ One rule for ids in all modules: an id outside `[0, height)` is out of range. It
 wraps, and is clamped only in mode "clip".
 """
 
+import contextlib
 import functools
 import operator
 import os
@@ -98,7 +99,7 @@ def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
     return jnp.dtype(jnp.int64)
 
 
-def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarray:
+def as_integers(ids: Any, name: str = "ids") -> jax.Array | np.ndarray:
     """Returns ids as a JAX or NumPy array of integers, or raises a TypeError."""
     if not isinstance(ids, np.ndarray):
         try:
@@ -106,25 +107,25 @@ def as_integers(call: str, ids: Any, name: str = "ids") -> jax.Array | np.ndarra
         except OverflowError:  # a list with an int that 32 bits cannot hold
             ids = np.asarray(ids)
         except (TypeError, ValueError):
-            way_out = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
-            way_out = _WORDS if _has_words(ids) else f"Pass {way_out}."
-            way_out = convert_tensor(ids, name) or way_out
-            raise wrong_type(
-                call, name, "an array of integers", kind_of(ids), way_out
+            fix = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
+            fix = _WORDS if _has_words(ids) else f"Pass {fix}."
+            fix = convert_tensor(ids, name) or fix
+            raise TypeError(
+                f"{name} must be an array of integers, got {kind_of(ids)}. {fix}"
             ) from None
     if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
         ids = ids.astype(jnp.int32)  # [] is float32
     if not jnp.issubdtype(ids.dtype, jnp.integer):
-        way_out = "Cast them with .astype(jnp.int32)."
+        fix = "Cast them with .astype(jnp.int32)."
         if _has_words(ids):
-            way_out = _WORDS
+            fix = _WORDS
         elif ids.dtype == object:
             fits = all(isinstance(x, (int, np.integer)) for x in ids.flat)
-            way_out = f"{'Ids must fit in 64 bits' if fits else 'Pass an int32 array'}."
+            fix = "Ids must fit in 64 bits." if fits else "Pass an int32 array."
         elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
-            way_out = "For a mask use jnp.flatnonzero(mask)."
-        raise wrong_type(
-            call, name, "integers", f"{ids.dtype} of shape {ids.shape}", way_out
+            fix = "For a mask use jnp.flatnonzero(mask)."
+        raise TypeError(
+            f"{name} must be integers, got {ids.dtype} of shape {ids.shape}. {fix}"
         )
     return ids
 
@@ -163,9 +164,9 @@ def saturate(ids: Any) -> Any:
     return np.clip(ids, max(lowest, np.iinfo(ids.dtype).min), highest).astype(np.int32)
 
 
-def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
+def as_ids(ids: Any, height: int, name: str = "ids") -> jax.Array:
     """Returns ids as a signed array that can hold `height`; out of range remains so."""
-    ids = jnp.asarray(saturate(as_integers(call, ids, name)))
+    ids = jnp.asarray(saturate(as_integers(ids, name)))
     wide = index_dtype(height)
     if jnp.issubdtype(ids.dtype, jnp.unsignedinteger):
         # A large unsigned id must not become a small or negative signed one.
@@ -176,7 +177,7 @@ def as_ids(call: str, ids: Any, height: int, name: str = "ids") -> jax.Array:
     return ids.astype(wide)
 
 
-def as_indices(call: str, ids: Any, height: int, way_out: str) -> jax.Array:
+def as_indices(ids: Any, height: int, way_out: str) -> jax.Array:
     """Returns ids as `array[ids]` reads them, in `[0, height)`.
 
     An id below 0 counts from the end. Any other id out of range reads the nearest row.
@@ -184,8 +185,10 @@ def as_indices(call: str, ids: Any, height: int, way_out: str) -> jax.Array:
     """
     if ids is None or ids is ... or isinstance(ids, (slice, tuple, bool, np.bool_)):
         found = "..." if ids is ... else show(ids)
-        raise wrong_type(call, "ids", "an int or an array of integers", found, way_out)
-    ids = jnp.asarray(saturate(as_integers(call, ids)))
+        raise TypeError(
+            f"An index must be an int or an array of integers, got {found}. {way_out}"
+        )
+    ids = jnp.asarray(saturate(as_integers(ids)))
     ids = ids.astype(index_dtype(height, ids.dtype))
     return _in_range(ids, scalar(height, ids), scalar(max(height - 1, 0), ids))
 
@@ -205,32 +208,30 @@ def as_array(x: Any) -> Any:
     return jnp.asarray(x) if known else x
 
 
-def to_array(
-    call: str, x: Any, name: str, what: str = "an array of numbers"
-) -> jax.Array:
+def to_array(x: Any, name: str, what: str = "an array of numbers") -> jax.Array:
     """Returns `x` as a JAX array, or raises a TypeError."""
     try:
         return jnp.asarray(x)
     except (OverflowError, TypeError, ValueError):
-        raise wrong_type(call, name, what, kind_of(x)) from None
+        raise TypeError(f"{name} must be {what}, got {kind_of(x)}.") from None
 
 
 def as_floats(
-    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+    x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
 ) -> jax.Array:
-    """`x` as a JAX array of floats, or a TypeError that names `call`."""
-    x = to_array(call, x, name, "an array of floats")
-    check_floats(call, x, name, fix)
+    """Returns `x` as a JAX array of floats, or raises a TypeError."""
+    x = to_array(x, name, "an array of floats")
+    check_floats(x, name, fix)
     return x
 
 
 def check_floats(
-    call: str, x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
+    x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
 ) -> None:
     """Raises unless `x`, an array or a table, is floating point."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        found = f"{x.dtype} of shape {tuple(x.shape)}"
-        raise wrong_type(call, name, "floats", found, fix)
+        shape = tuple(x.shape)
+        raise TypeError(f"{name} must be floats, got {x.dtype} of shape {shape}. {fix}")
 
 
 def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
@@ -372,29 +373,21 @@ def is_concrete(x: Any) -> bool:
     return is_array(x) and not isinstance(x, Tracer)
 
 
-def static_int(call: str, name: str, x: Any, least: int = 0, hint: str = "") -> int:
-    """Returns `x` as an int of at least `least`, 0 or 1.
-
-    Args:
-      call, name: the public function and its argument, for errors.
-      hint: a sentence that is appended to the message.
-
-    Raises:
-      TypeError: `x` is not an int, or is a tracer.
-      ValueError: `x` is too small.
-    """
-    want = "a positive int" if least else "a static, non-negative int"
+def static_int(name: str, x: Any, least: int = 0, hint: str = "") -> int:
+    """Returns `x` as an int of at least `least`, 0 or 1; a symbolic size as it is."""
     if _compat.is_symbolic_dim(x):
         return x
+    kind = "a positive int" if least else "a static, non-negative int"
+    message = f"{name} must be {kind}, got {show(x)}.{hint and ' '}{hint.strip()}"
     try:
-        found = operator.index(x)
+        number = operator.index(x)
     except TypeError:
         if isinstance(x, Tracer):
-            hint += " Under jit, make it a static argument (static_argnames)."
-        raise wrong_type(call, name, want, show(x), hint.strip()) from None
-    if found < least:
-        raise wrong(call, name, want, show(x), hint.strip())
-    return found
+            message += " Under jit, make it a static argument (static_argnames)."
+        raise TypeError(message) from None
+    if number < least:
+        raise ValueError(message)
+    return number
 
 
 def next_power_of_two(least: int) -> int:
@@ -412,31 +405,29 @@ def is_predicate(x: Any, tree: Any) -> bool:
     return not any(isinstance(leaf, (bool, np.bool_)) for leaf in jax.tree.leaves(x))
 
 
-def check_capacity(call: str, capacity: Any, name: str = "capacity") -> int:
+def check_capacity(capacity: Any, name: str = "capacity") -> int:
     """Returns `capacity` as an int, or raises."""
     if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:
         capacity = int(capacity)  # a whole number in an array, of floats or integers
-    return static_int(call, name, capacity)
+    return static_int(name, capacity)
 
 
-def check_mode(
-    call: str, mode: Any, modes: Sequence[str], hint: str, name: str = "mode"
-) -> str:
+def check_mode(mode: Any, modes: Sequence[str], hint: str, name: str = "mode") -> str:
     """Returns `mode` if it is one of `modes`, `"raise"` as `"error"`; else raises."""
     if isinstance(mode, str) and mode in (*modes, "raise"):
         return "error" if mode == "raise" else mode
-    *others, last = *map(repr, modes), "'raise'"
-    raise wrong(call, name, f"one of {', '.join(others)} and {last}", show(mode), hint)
+    names = ", ".join(map(repr, modes))
+    raise ValueError(f"{name} must be one of {names}, got {show(mode)}. {hint}")
 
 
-def check_bool(call: str, name: str, x: Any) -> bool:
+def check_bool(name: str, x: Any) -> bool:
     """Returns `x` as a bool, or raises a TypeError."""
     if not isinstance(x, (bool, np.bool_)):
-        raise wrong_type(call, name, "True or False", show(x))
+        raise TypeError(f"{name} must be True or False, got {show(x)}.")
     return bool(x)
 
 
-def as_key(call: str, key: Any, from_int: bool = False) -> jax.Array:
+def as_key(key: Any, from_int: bool = False) -> jax.Array:
     """Returns `key` as one typed PRNG key, or raises a TypeError.
 
     Also accepts a raw key (`jax.random.PRNGKey`), and with `from_int` an int.
@@ -445,40 +436,31 @@ def as_key(call: str, key: Any, from_int: bool = False) -> jax.Array:
         return jax.random.key(int(key))
     given = as_array(key)
     if isinstance(given, jax.Array):
-        found = f"{given.dtype} of shape {given.shape}"
         if given.dtype == jnp.uint32:
-            try:
+            with contextlib.suppress(TypeError, ValueError):  # not the data of a key
                 given = jax.random.wrap_key_data(given)
-            except (TypeError, ValueError):  # not the shape of a key's data
-                pass
         if jnp.issubdtype(given.dtype, jax.dtypes.prng_key) and given.size == 1:
             return given.reshape(())
-    else:
-        found = show(key)
-    raise wrong_type(
-        call,
-        "key",
-        f"one PRNG key{' or an int' if from_int else ''}, for example "
-        "jax.random.key(0)",
-        found,
+    raise TypeError(
+        f"key must be one PRNG key{' or an int' if from_int else ''}, for example "
+        f"jax.random.key(0), got {kind_of(key) if is_array(key) else show(key)}."
     )
 
 
 def report_overflow(
-    call: str, values: jax.Array, count: Any, capacity: int, way_out: str = ""
+    values: jax.Array, count: Any, capacity: Any, way_out: str = ""
 ) -> Any:
     """Raises if `count > capacity`; inside jit, `values` become NaN instead."""
     if is_concrete(count):
         if int(count) > capacity:
             raise ValueError(
-                f"{call}: {int(count)} distinct rows do not fit in capacity={capacity}."
-                f" Pass capacity={int(count)} or more, or omit it."
+                f"{int(count)} distinct rows do not fit in capacity={capacity}. Pass "
+                f"capacity={int(count)} or more, or omit it."
             )
         return values
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         raise ValueError(
-            f"{call}: capacity={capacity} may be too small, and inside jit "
-            f"{values.dtype} values cannot become NaN to report it. Omit capacity"
-            f"{way_out}."
+            f"capacity={capacity} may be too small, and inside jit {values.dtype} "
+            f"values cannot become NaN to report it. Omit capacity{way_out}."
         )
     return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)

@@ -167,44 +167,34 @@ class HashIndex:
           >>> sj.HashIndex.create(1_000_000, key_bits=64, admit_after=2)
           HashIndex(0 of 1000000 rows, 64-bit keys, lru, admit_after=2)
         """
-        call = f"{_CALL}.create"
         capacity = _arguments.static_int(
-            call, "capacity", capacity, 1, " It is the number of rows of the table."
+            "capacity", capacity, 1, " It is the number of rows of the table."
         )
         if capacity > _MAX_ROWS:
-            raise _arguments.wrong(
-                call,
-                "capacity",
-                f"at most {_MAX_ROWS}",
-                f"{capacity}",
-                "Split the keys by HashIndex.owners, with an index for each part.",
+            raise ValueError(
+                f"capacity must be at most {_MAX_ROWS}, got {capacity}. Split the keys "
+                "by HashIndex.owners, with an index for each part."
             )
         if key_bits not in (32, 64):
-            raise _arguments.wrong(
-                call,
-                "key_bits",
-                "32 or 64",
-                _arguments.show(key_bits),
-                "Hash longer keys, such as strings, to 64 bits first.",
+            raise ValueError(
+                f"key_bits must be 32 or 64, got {_arguments.show(key_bits)}. Hash "
+                "longer keys, such as strings, to 64 bits first."
             )
         if policy not in ("lru", "lfu"):
-            raise _arguments.wrong(
-                call,
-                "policy",
-                "'lru' or 'lfu'",
-                _arguments.show(policy),
-                "To evict nothing, pass max_evictions=0.",
+            raise ValueError(
+                f"policy must be 'lru' or 'lfu', got {_arguments.show(policy)}. To "
+                "evict nothing, pass max_evictions=0."
             )
-        admit_after = _arguments.static_int(call, "admit_after", admit_after, 1)
+        admit_after = _arguments.static_int("admit_after", admit_after, 1)
         if admit_after > _MAX_SIGHTINGS:
-            raise _arguments.wrong(
-                call, "admit_after", f"at most {_MAX_SIGHTINGS}", f"{admit_after}"
+            raise ValueError(
+                f"admit_after must be at most {_MAX_SIGHTINGS}, got {admit_after}."
             )
         if max_evictions is not None:
-            max_evictions = _arguments.static_int(call, "max_evictions", max_evictions)
+            max_evictions = _arguments.static_int("max_evictions", max_evictions)
         if window is not None:
-            window = _arguments.static_int(call, "window", window, 1)
-        seed = _arguments.static_int(call, "seed", seed)
+            window = _arguments.static_int("window", window, 1)
+        seed = _arguments.static_int("seed", seed)
 
         num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
         zero = lambda dtype: jnp.zeros((), dtype)
@@ -277,7 +267,7 @@ class HashIndex:
                  [4294967295, 4294967295],
                  [         0,        256]], dtype=uint32)
         """
-        found = _as_integers(f"{_CALL}.split_keys", keys)
+        found = _as_integers(keys)
         if isinstance(found, np.ndarray):
             wide = found.astype(np.int64 if found.dtype.kind == "i" else np.uint64)
             return np.stack(_words_of_wide(wide), axis=-1)
@@ -337,9 +327,8 @@ class HashIndex:
           >>> sj.HashIndex.create(8).owners(jnp.arange(6), 2)
           Array([1, 0, 0, 1, 1, 1], dtype=int32)
         """
-        call = f"{_CALL}.owners"
-        num_owners = _arguments.static_int(call, "num_owners", num_owners, 1)
-        words, shape = self._words(call, keys)
+        num_owners = _arguments.static_int("num_owners", num_owners, 1)
+        words, shape = self._words(keys)
         mixed = _hash(words, self.seed, salt=4)
         owner = lax.rem(mixed, np.uint32(num_owners)).astype(jnp.int32)
         return owner.reshape(shape)
@@ -367,7 +356,7 @@ class HashIndex:
           >>> index.find(jnp.array([4, 7, 5]))
           Array([0, 1, 3], dtype=int32)
         """
-        words, shape = self._words(f"{_CALL}.find", keys)
+        words, shape = self._words(keys)
         return _find(self, words).reshape(shape)
 
     def insert(
@@ -410,19 +399,16 @@ class HashIndex:
           >>> rows
           Array([3, 0, 0], dtype=int32)
         """
-        call = f"{_CALL}.insert"
-        words, shape = self._words(call, keys)
-        step = _step_words(call, step)
+        words, shape = self._words(keys)
+        step = _step_words(step)
         if where is None:
             mask = jnp.ones(words[0].shape, bool)
         else:
-            mask = _arguments.to_array(call, where, "where", "an array of booleans")
+            mask = _arguments.to_array(where, "where", "an array of booleans")
             if mask.shape != shape or mask.dtype != jnp.bool_:
-                raise _arguments.wrong(
-                    call,
-                    "where",
-                    f"booleans of the shape of keys, {shape}",
-                    _arguments.kind_of(mask),
+                raise ValueError(
+                    f"where must be booleans of the shape of keys, {shape}, got "
+                    f"{_arguments.kind_of(mask)}."
                 )
             mask = mask.reshape(-1)
         if not words[0].size:
@@ -450,7 +436,7 @@ class HashIndex:
           >>> index.keys_of(jnp.array([1, 0, 2]))
           (Array([7, 4, 0], dtype=uint32), Array([ True,  True, False], dtype=bool))
         """
-        rows = _arguments.as_ids(f"{_CALL}.keys_of", rows, self.capacity, "rows")
+        rows = _arguments.as_ids(rows, self.capacity, "rows")
         used = (rows >= 0) & (rows < self.num_keys)
         slot = self.slot_of_row[jnp.where(used, rows, 0)]
         keys = self.slots[slot, :-1]
@@ -476,11 +462,9 @@ class HashIndex:
             return np.ascontiguousarray(words[:, 0]).view(np.int32), rows
         return self.join_keys(words), rows
 
-    def _words(
-        self, call: str, keys: Any
-    ) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
+    def _words(self, keys: Any) -> tuple[tuple[jax.Array, ...], tuple[int, ...]]:
         """Returns the words of the keys, uint32 `[n]`, low word first; and a shape."""
-        keys = _as_integers(call, keys)
+        keys = _as_integers(keys)
         wide = keys.dtype.itemsize == 8
         if self.key_bits == 64:
             if keys.dtype == jnp.uint32 and keys.shape[-1:] == (2,):
@@ -489,7 +473,7 @@ class HashIndex:
                 words, shape = _words_of_wide(keys), keys.shape
             else:
                 raise TypeError(
-                    f"{call}: this index has 64-bit keys, got {keys.dtype} of shape "
+                    f"this index has 64-bit keys, got {keys.dtype} of shape "
                     f"{keys.shape}. Pass int64, or the uint32 [..., 2] that "
                     "HashIndex.split_keys makes of keys. Call it before jit, which "
                     "truncates int64 to int32 unless jax_enable_x64 is set."
@@ -500,13 +484,13 @@ class HashIndex:
             low, high = (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
             if low < -(2**31) or high >= 2**32:
                 raise ValueError(
-                    f"{call}: this index has 32-bit keys, got {keys.dtype} from {low} "
-                    f"to {high}. Make it with HashIndex.create(..., key_bits=64)."
+                    f"this index has 32-bit keys, got {keys.dtype} from {low} to "
+                    f"{high}. Make it with HashIndex.create(..., key_bits=64)."
                 )
             words, shape = (keys.astype(np.uint32),), keys.shape
         else:
             raise TypeError(
-                f"{call}: this index has 32-bit keys, got {keys.dtype}. Make it with "
+                f"this index has 32-bit keys, got {keys.dtype}. Make it with "
                 "HashIndex.create(..., key_bits=64), or cast the keys to int32 if "
                 "they fit."
             )
@@ -517,28 +501,28 @@ class HashIndex:
 # ------------------------------------------------------------------ keys and hashes
 
 
-def _as_integers(call: str, keys: Any) -> Any:
+def _as_integers(keys: Any) -> Any:
     if isinstance(keys, (int, list, tuple)) and not isinstance(keys, bool):
         try:  # NumPy keeps 64 bits, which JAX would cut to 32
             keys = np.asarray(keys)
         except ValueError:
             pass  # lists of different lengths: as_integers raises the error
-    return _arguments.as_integers(call, keys, "keys")
+    return _arguments.as_integers(keys, "keys")
 
 
-def _step_words(call: str, step: Any) -> jax.Array:
+def _step_words(step: Any) -> jax.Array:
     """Returns a step as two words, uint32 `[2]`, low word first."""
     want = "one integer below 2^63, the number of the training step"
     if isinstance(step, (int, np.integer)) and not isinstance(step, bool):
         if not -(2**63) <= step < 2**63:
-            raise _arguments.wrong(call, "step", want, _arguments.show(step))
+            raise ValueError(f"step must be {want}, got {_arguments.show(step)}.")
         step = np.array(step, np.int64)  # JAX would cut it to 32 bits
-    found = _arguments.to_array(call, step, "step", want)
+    found = _arguments.to_array(step, "step", want)
     if found.dtype == jnp.uint32 and found.shape == (2,):
         return found
     if found.shape != () or not jnp.issubdtype(found.dtype, jnp.integer):
         found = _arguments.kind_of(found)
-        raise _arguments.wrong_type(call, "step", want, found)
+        raise TypeError(f"step must be {want}, got {found}.")
     return jnp.asarray(HashIndex.split_keys(step))
 
 

@@ -87,15 +87,15 @@ def dot(
       MXNet, `sparse.dot` (`transpose_a`, row-sparse gradient).
     """
     if num_columns is not None:
-        num_columns = _arguments.static_int(_CALL, "num_columns", num_columns)
+        num_columns = _arguments.static_int("num_columns", num_columns)
     csr, num_columns = _as_csr(csr, num_columns)
     index, value = _elements(csr)
     segment_ids = csr.segment_ids
-    dense = as_table(_CALL, dense, "dense")
+    dense = as_table(dense, "dense")
     if transpose and num_columns is None:
         raise ValueError(
-            f"{_CALL}: transpose=True needs the number of columns, which a "
-            "SegmentTensor does not store. Pass num_columns."
+            "transpose=True needs the number of columns, which a SegmentTensor does "
+            "not store. Pass num_columns."
         )
     shape = (
         csr.num_segments,
@@ -104,14 +104,12 @@ def dot(
     rows, columns = reversed(shape) if transpose else shape
     if dense.shape[0] != columns:
         mark = ".T" if transpose else ""
-        raise _arguments.wrong(
-            _CALL,
-            "the first axis of dense",
-            f"{columns}, since csr{mark} is [{rows}, {columns}]",
-            f"shape {dense.shape}",
+        raise ValueError(
+            f"the first axis of dense must be {columns}, since csr{mark} is [{rows}, "
+            f"{columns}], got shape {dense.shape}."
         )
 
-    index = _arguments.as_ids(_CALL, index, shape[1], "csr's index")
+    index = _arguments.as_ids(index, shape[1], "csr's index")
     counts = indexing.in_range(index, shape[1]) & indexing.in_range(
         segment_ids, shape[0]
     )
@@ -120,7 +118,7 @@ def dot(
     dtype = indexing.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
         raise TypeError(
-            f"{_CALL}: value and dense must not both be bool. Cast one of them; "
+            "value and dense must not both be bool. Cast one of them; "
             ".astype(jnp.int32) counts."
         )
     wide = indexing.accumulator_dtype(dtype)
@@ -143,7 +141,7 @@ def dot(
         counts, segment_ids, _arguments.scalar(shape[0], segment_ids)
     )
     read, write = (segment_ids, index) if transpose else (index, segment_ids)
-    products = lookup.read(_CALL, dense, read, None, "zero").astype(wide)
+    products = lookup.read(dense, read, None, "zero").astype(wide)
     products *= indexing.append_axes(value, products.ndim)
     if transpose:
         return SelectedRows(write, products.astype(dtype), rows)
@@ -165,19 +163,13 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
         found = _arguments.kind_of(csr)
         if known:
             found += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
-        raise _arguments.wrong_type(
-            _CALL,
-            "csr",
-            "a SegmentTensor with values {'index', 'value'}, a scipy CSR matrix or a "
-            "BCSR",
-            found,
-            "Use SegmentTensor.from_csr(indptr, indices, data), or .tocsr() for "
-            "scipy's other formats.",
+        raise TypeError(
+            "csr must be a SegmentTensor with values {'index', 'value'}, a scipy "
+            f"CSR matrix or a BCSR, got {found}. Use SegmentTensor.from_csr(indptr, "
+            "indices, data), or .tocsr() for scipy's other formats."
         )
     if num_columns is not None and num_columns != csr.shape[1]:
-        raise ValueError(
-            f"{_CALL}: num_columns={num_columns}, but csr has shape {csr.shape}."
-        )
+        raise ValueError(f"num_columns={num_columns}, but csr has shape {csr.shape}.")
     return SegmentTensor.from_csr(csr), csr.shape[1]
 
 
@@ -187,19 +179,14 @@ def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         is_dict = isinstance(values, dict)
         found = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
-        raise _arguments.wrong_type(
-            _CALL,
-            "csr's values",
-            "{'index': int[n], 'value': dtype[n]}",
-            found,
-            "If every id has weight one, use value=jnp.ones(n).",
+        raise TypeError(
+            "csr's values must be {'index': int[n], 'value': dtype[n]}, got "
+            f"{found}. If every id has weight one, use value=jnp.ones(n)."
         )
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:
-        raise _arguments.wrong(
-            _CALL,
-            "csr's values",
-            "{'index': int[n], 'value': dtype[n]}",
-            f"shapes {jnp.shape(index)} and {value.shape}",
+        raise ValueError(
+            "csr's values must be {'index': int[n], 'value': dtype[n]}, got shapes "
+            f"{jnp.shape(index)} and {value.shape}."
         )
     return index, value

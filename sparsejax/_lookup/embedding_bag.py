@@ -125,20 +125,20 @@ def embedding_bag(
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
       TensorFlow, `embedding_lookup_sparse` (`sqrtn`, weights).
     """
-    table = as_table(_CALL, table)
+    table = as_table(table)
     if table.dtype == jnp.bool_:
-        raise _arguments.wrong_type(
-            _CALL, "table", "numeric", "bool", "Cast it with .astype(jnp.int32)."
+        raise TypeError(
+            "table must be numeric, got bool. Cast it with .astype(jnp.int32)."
         )
-    lookup.check_order(_CALL, table, ids)
-    mode = lookup.check_mode(_CALL, mode)
-    max_norm = lookup.check_max_norm(_CALL, max_norm, table.dtype)
-    combiner = check_combiner(_CALL, combiner)
+    lookup.check_order(table, ids)
+    mode = lookup.check_mode(mode)
+    max_norm = lookup.check_max_norm(max_norm, table.dtype)
+    combiner = check_combiner(combiner)
     _check_combiner_fits(combiner, weights, table)
 
     def reduce(table, weights, ids, segments: Segments | None, skip=None) -> jax.Array:
         w = None if weights is None else _as_weights(weights, ids, table.dtype)
-        ids = _arguments.as_ids(_CALL, ids, table.shape[0])
+        ids = _arguments.as_ids(ids, table.shape[0])
         if segments is not None:
             skip = ~segments.inside if skip is None else skip | ~segments.inside
         if w is not None and skip is not None:
@@ -153,36 +153,30 @@ def embedding_bag(
         if fuses and not isinstance(table, SelectedRows):
             total = _fused_sum(table, bags, mode)
             return _divide(total, bags, combiner).astype(table.dtype)
-        rows = lookup.read(_CALL, table, ids, skip, mode)
+        rows = lookup.read(table, ids, skip, mode)
         if max_norm is not None:
             rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
         return _reduce_rows(rows, bags, combiner)
 
     if isinstance(ids, SegmentTensor):
         if not hasattr(ids.values, "dtype"):
-            raise _arguments.wrong_type(
-                _CALL,
-                "the values of the SegmentTensor",
-                "one array of ids",
-                _arguments.kind_of(ids.values),
-                "Pass one of its arrays as SegmentTensor(st.values['ids'], "
-                "st.segment_ids, st.num_segments). If its values are a SegmentTensor, "
-                "pass embedding_bag(table, st.values), which has one bag per inner "
-                "segment.",
+            raise TypeError(
+                "the values of the SegmentTensor must be one array of ids, got "
+                f"{_arguments.kind_of(ids.values)}. Pass one of its arrays as "
+                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). If "
+                "its values are a SegmentTensor, pass embedding_bag(table, "
+                "st.values), which has one bag per inner segment."
             )
     elif isinstance(ids, (list, tuple)):
         lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
         if len(lengths) > 1:
-            raise _arguments.wrong_type(
-                _CALL,
-                "ids",
-                "an array",
-                "lists of different lengths",
-                "Convert them: embedding_bag(table, SegmentTensor.from_lists(ids)).",
+            raise TypeError(
+                "ids must be an array, got lists of different lengths. Convert them: "
+                "embedding_bag(table, SegmentTensor.from_lists(ids))."
             )
     given = ids.values if isinstance(ids, SegmentTensor) else ids
-    given = _arguments.as_integers(_CALL, given)
-    padding = lookup.padding_mask(_CALL, given, padding_id)
+    given = _arguments.as_integers(given)
+    padding = lookup.padding_mask(given, padding_id)
     masks = [] if padding is None else [padding]
     data: Any = ids
     if not isinstance(ids, SegmentTensor):
@@ -193,7 +187,6 @@ def embedding_bag(
             args = table, data, weights, *masks
             return indexing.sharded_like_ids(read, *args, ndim=ndim)
     return over_segments(
-        _CALL,
         data,
         segment_ids,
         num_segments,
@@ -249,15 +242,14 @@ def _padded(
     for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
         if given is not None and ids.ndim > 1:
             raise ValueError(
-                f"{_CALL}: {name} must be left out for ids of shape {ids.shape}, "
-                "which are one bag per row. Leave it out, or pass ids [n] with "
-                "segment_ids."
+                f"{name} must be left out for ids of shape {ids.shape}, which are one "
+                "bag per row. Leave it out, or pass ids [n] with segment_ids."
             )
     if ids.ndim < 2:
         raise ValueError(
-            f"{_CALL}: ids of shape {ids.shape} need segment_ids, the bag of each id. "
-            "Pass segment_ids and num_segments, a SegmentTensor, or ids padded to "
-            "[B, L], one bag per row."
+            f"ids of shape {ids.shape} need segment_ids, the bag of each id. Pass "
+            "segment_ids and num_segments, a SegmentTensor, or ids padded to [B, L], "
+            "one bag per row."
         )
     flat = lambda x: indexing.merge_axes(x, ids.ndim - 1)
     out = reduce(table, weights, flat(ids), None, *map(flat, masks))
@@ -265,16 +257,13 @@ def _padded(
     return out.reshape(*lead, *table.shape[1:])
 
 
-def check_combiner(call: str, combiner: Any) -> str:
+def check_combiner(combiner: Any) -> str:
     """Returns `combiner`; raises unless it is the name of one."""
     if combiner not in _COMBINERS:
         known = ", ".join(map(repr, _COMBINERS))
-        raise _arguments.wrong(
-            call,
-            "combiner",
-            f"one of {known}",
-            _arguments.show(combiner),
-            "'none' returns the rows without reducing them.",
+        raise ValueError(
+            f"combiner must be one of {known}, got {_arguments.show(combiner)}. 'none' "
+            "returns the rows without reducing them."
         )
     return combiner
 
@@ -282,13 +271,13 @@ def check_combiner(call: str, combiner: Any) -> str:
 def _check_combiner_fits(combiner: str, weights: Any, table: Any) -> None:
     if weights is not None and combiner not in _SUMS:
         raise ValueError(
-            f"{_CALL}: weights need combiner 'sum', 'mean' or 'sqrtn', got "
+            "weights need combiner 'sum', 'mean' or 'sqrtn', got "
             f"combiner={combiner!r}. Leave them out, or scale the rows of "
             "sparsejax.lookup."
         )
     if combiner == "logsumexp" and not jnp.issubdtype(table.dtype, jnp.floating):
         raise TypeError(
-            f"{_CALL}: combiner='logsumexp' needs a real floating-point table, got "
+            "combiner='logsumexp' needs a real floating-point table, got "
             f"{table.dtype}. Cast it with .astype(jnp.float32)."
         )
 
@@ -296,29 +285,23 @@ def _check_combiner_fits(combiner: str, weights: Any, table: Any) -> None:
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
     """Returns `weights` in the shape of `ids`, in the accumulator dtype of `dtype`."""
     if isinstance(weights, SegmentTensor):
-        raise _arguments.wrong_type(
-            _CALL,
-            "weights",
-            "an array",
-            "a SegmentTensor",
-            "Pass weights.values, one number per id.",
+        raise TypeError(
+            "weights must be an array, got a SegmentTensor. Pass weights.values, one "
+            "number per id."
         )
-    weights = _arguments.to_array(_CALL, weights, "weights")
+    weights = _arguments.to_array(weights, "weights")
     if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
         weights = weights.reshape(ids.shape)  # as the ids were
     if weights.shape != ids.shape:
         raise ValueError(
-            f"{_CALL}: weights must have the shape of ids, {ids.shape}, one number for "
-            f"each, got {weights.shape}."
+            f"weights must have the shape of ids, {ids.shape}, one number for each, "
+            f"got {weights.shape}."
         )
     real = jnp.issubdtype(weights.dtype, jnp.floating)
     if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise _arguments.wrong_type(
-            _CALL,
-            "weights",
-            "real numbers",
-            f"{weights.dtype}",
-            "Cast them with .astype(jnp.float32).",
+        raise TypeError(
+            f"weights must be real numbers, got {weights.dtype}. Cast them with "
+            ".astype(jnp.float32)."
         )
     return weights.astype(indexing.float_accumulator_dtype(dtype))
 
@@ -329,7 +312,7 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
 def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax.Array:
     """Returns the weighted sum of each bag, in the accumulator's dtype."""
     height = table.shape[0]
-    wanted = lookup.clip_ids(_CALL, table, bags.ids) if mode == "clip" else bags.ids
+    wanted = lookup.clip_ids(table, bags.ids) if mode == "clip" else bags.ids
     ids = wanted
     if bags.skip is not None:
         ids = jnp.where(bags.skip, _arguments.scalar(height, ids), ids)
@@ -352,7 +335,7 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
     if bags.skip is not None:
         bad &= ~bags.skip
     if mode == "error":
-        lookup.check_none(_CALL, table, bad, bags.ids)
+        lookup.check_none(table, bad, bags.ids)
     if bags.segments is None:
         is_bad = jnp.any(bad, axis=1)
     else:

@@ -105,61 +105,56 @@ def lookup(
       PaddlePaddle, `lookup_table` (`padding_idx`, `is_sparse`); TensorFlow,
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
-    table = as_table(_CALL, table)
-    check_order(_CALL, table, ids)
-    ids = _arguments.as_integers(_CALL, ids)
-    mode = check_mode(_CALL, mode)
-    padding = padding_mask(_CALL, ids, padding_id)
-    max_norm = check_max_norm(_CALL, max_norm, table.dtype)
-    ids = _arguments.as_ids(_CALL, ids, table.shape[0])
-    rows = read(_CALL, table, ids, padding, mode)
+    table = as_table(table)
+    check_order(table, ids)
+    ids = _arguments.as_integers(ids)
+    mode = check_mode(mode)
+    padding = padding_mask(ids, padding_id)
+    max_norm = check_max_norm(max_norm, table.dtype)
+    ids = _arguments.as_ids(ids, table.shape[0])
+    rows = read(table, ids, padding, mode)
     return rows if max_norm is None else clip_rows(rows, max_norm, table.ndim - 1)
 
 
 # ------------------------------------------------------------------ checks
-# Shared with `embedding_bag` and the layers; `call` is the public name in errors.
+# Shared with `embedding_bag` and the layers.
 
 
-def check_order(call: str, table: Any, ids: Any) -> None:
+def check_order(table: Any, ids: Any) -> None:
     """Raises a TypeError if ids and table are swapped."""
     # Only an array's dtype is NumPy's: a column of polars has a type of its own.
     if _arguments.is_array(ids) and jnp.issubdtype(ids.dtype, jnp.floating):
         if jnp.issubdtype(table.dtype, jnp.integer):
-            raise _arguments.wrong_type(
-                call,
-                "ids",
-                "integers and the table comes first",
-                f"table {_arguments.show_spec(table)} and ids "
-                f"{_arguments.show_spec(ids)}",
-                f"Call {call.rpartition('.')[2]}(table, ids).",
+            raise TypeError(
+                "ids must be integers and the table comes first, got table "
+                f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
+                "Pass the table first."
             )
 
 
-def check_mode(call: str, mode: Any) -> str:
+def check_mode(mode: Any) -> str:
     """Returns `mode` as `read` accepts it, or raises if it is unknown."""
     hint = "'fill' reads NaN for ids out of range, as jnp.take does."
     if isinstance(mode, str) and mode in ("sum", "mean", "max"):  # as in PyTorch
         hint = f"To reduce bags, pass combiner={mode!r} to an embedding bag."
-    return _arguments.check_mode(call, mode, _MODES, hint)
+    return _arguments.check_mode(mode, _MODES, hint)
 
 
-def as_padding_id(call: str, padding_id: Any) -> int | None:
+def as_padding_id(padding_id: Any) -> int | None:
     """Returns `padding_id` as an int or None; raises for anything else."""
     try:
         return None if padding_id is None else operator.index(padding_id)
     except TypeError:
-        raise _arguments.wrong_type(
-            call,
-            "padding_id",
-            "a static int or None",
-            _arguments.show(padding_id),
-            "Pass a Python int; inside jit it cannot be a traced argument.",
+        raise TypeError(
+            "padding_id must be a static int or None, got "
+            f"{_arguments.show(padding_id)}. Pass a Python int; inside jit it cannot "
+            "be a traced argument."
         ) from None
 
 
-def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
+def padding_mask(ids: Any, padding_id: Any) -> jax.Array | None:
     """Compares unconverted `ids` with `padding_id`; None if `padding_id` is None."""
-    padding = as_padding_id(call, padding_id)
+    padding = as_padding_id(padding_id)
     if padding is None:
         return None
     limits = jnp.iinfo(ids.dtype)
@@ -168,7 +163,7 @@ def padding_mask(call: str, ids: Any, padding_id: Any) -> jax.Array | None:
     return jnp.asarray(ids == _arguments.scalar(padding, ids))
 
 
-def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
+def check_max_norm(max_norm: Any, dtype: Any) -> float | None:
     """Returns `max_norm` as a positive float or None, or raises."""
     if max_norm is None:
         return None
@@ -176,25 +171,20 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
         # A string is rejected, although float("1.0") would accept it.
         found = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        raise _arguments.wrong_type(
-            call,
-            "max_norm",
-            "a static number or None",
-            _arguments.show(max_norm),
-            "Pass a Python float; inside jit it cannot be a traced argument.",
+        raise TypeError(
+            "max_norm must be a static number or None, got "
+            f"{_arguments.show(max_norm)}. Pass a Python float; inside jit it cannot "
+            "be a traced argument."
         ) from None
     if not found > 0:
-        raise _arguments.wrong(
-            call,
-            "max_norm",
-            "a positive number",
-            f"{max_norm}",
-            "Leave it out to keep the rows unscaled.",
+        raise ValueError(
+            f"max_norm must be a positive number, got {max_norm}. Leave it out to keep "
+            "the rows unscaled."
         )
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"{call}: max_norm needs a floating-point table, got {dtype}. Cast the "
-            "table, or leave max_norm out."
+            f"max_norm needs a floating-point table, got {dtype}. Cast the table, or "
+            "leave max_norm out."
         )
     return found
 
@@ -202,23 +192,21 @@ def check_max_norm(call: str, max_norm: Any, dtype: Any) -> float | None:
 # ------------------------------------------------------------------ reading
 
 
-def read(
-    call: str, table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
-) -> jax.Array:
+def read(table: Any, ids: jax.Array, padding: jax.Array | None, mode: str) -> jax.Array:
     """Reads the rows for `lookup`, from arguments checked by the functions above."""
     if isinstance(table, RowTable):
-        return read_row_table(table, call, ids, padding, mode)
-    run = functools.partial(_read, call, mode)
+        return read_row_table(table, _CALL, ids, padding, mode)
+    run = functools.partial(_read, mode)
     return indexing.sharded_like_ids(run, table, ids, padding, ndim=ids.ndim)
 
 
 def _read(
-    call: str, mode: str, table: Any, ids: jax.Array, padding: jax.Array | None
+    mode: str, table: Any, ids: jax.Array, padding: jax.Array | None
 ) -> jax.Array:
     height = table.shape[0]
     wanted = ids
     if mode == "clip":
-        wanted = clip_ids(call, table, ids)
+        wanted = clip_ids(table, ids)
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(height, ids), wanted)
 
@@ -240,42 +228,42 @@ def _read(
         return rows  # with zeros for ids that read no row
     bad = ~found if padding is None else ~(found | padding)
     if mode == "error":
-        check_none(call, table, bad, ids)
+        check_none(table, bad, ids)
     bad = indexing.append_axes(bad, rows.ndim)
     return jnp.where(bad, indexing.fill_value(rows.dtype), rows)
 
 
-def clip_ids(call: str, table: Any, ids: jax.Array) -> jax.Array:
+def clip_ids(table: Any, ids: jax.Array) -> jax.Array:
     """Replaces ids out of range by the nearest row of `table`."""
     height = table.shape[0]
     if height == 0 and ids.size:
         raise ValueError(
-            f"{call}: mode='clip' needs a table with at least one row, got shape "
+            "mode='clip' needs a table with at least one row, got shape "
             f"{table.shape}. Use mode='zero', or a larger table."
         )
     return jnp.clip(ids, 0, max(height - 1, 0))
 
 
-def check_none(call: str, table: Any, bad: jax.Array, ids: jax.Array) -> None:
+def check_none(table: Any, bad: jax.Array, ids: jax.Array) -> None:
     """Raises, through `checkify`, if any of `ids` is `bad`."""
     if ids.size == 0:
         return  # argmax below needs at least one
-    # checkify fills in {bad}, {total}, {first} and {height} when the program runs.
+    # checkify fills in the braces when the program runs.
     if isinstance(table, SelectedRows):
         message = (
-            f"{call}: {{bad}} of {{total}} ids are rows that the SelectedRows does "
-            "not store; the first is {first} and its height is {height}. Pull those "
-            "rows first, pass a padding_id, or use mode='zero'."
+            "sparsejax, mode='error': {bad} of {total} ids are rows that the "
+            "SelectedRows does not store; the first is {first} and its height is "
+            "{height}. Pull those rows first, pass a padding_id, or use mode='zero'."
         )
     else:
         message = (
-            f"{call}: {{bad}} of {{total}} ids are out of range; the first is "
-            "{first} and the table has {height} rows. Correct the ids, pass a "
+            "sparsejax, mode='error': {bad} of {total} ids are out of range; the first "
+            "is {first} and the table has {height} rows. Correct the ids, pass a "
             "padding_id, or use another mode."
         )
     ok = _compat.needs_checkify(
         ~jnp.any(bad),
-        f"{call}: inside jit, scan and the like, mode='raise' needs "
+        "sparsejax, mode='error': inside jit, scan and the like this mode needs "
         "jax.experimental.checkify: error, out = jax.jit(checkify.checkify(f))(...), "
         "then error.throw(). Or use another mode.",
     )

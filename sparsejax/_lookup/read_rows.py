@@ -30,7 +30,7 @@ def read_rows(
       `[n, ...]`, of the table's dtype.
     """
     table = jnp.asarray(table)
-    ids = _arguments.as_ids("read_rows", ids, table.shape[0])
+    ids = _arguments.as_ids(ids, table.shape[0])
     # If the types of these arrays have a mesh, XLA's gather propagates it.
     if _compat.has_mesh(table) or _compat.has_mesh(ids):
         return xla.read_rows(table, ids, fill=fill)

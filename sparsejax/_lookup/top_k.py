@@ -24,7 +24,6 @@ from sparsejax._rows import RowTable, arithmetic, check_whole, indexing, tables
 from sparsejax._segments import SegmentTensor
 
 
-_CALL = "sparsejax.top_k"
 # Elements of a chunk's scores, and of its rows: a few MB, which fit into caches.
 _CHUNK_ELEMENTS = 1 << 21
 _SYMBOLIC_QUERIES = 1024  # as many are assumed in an export for any number
@@ -90,8 +89,8 @@ def top_k(
       `jax.lax.top_k`; TensorFlow Recommenders, `factorized_top_k.Streaming`; FAISS,
       `IndexFlat`.
     """
-    table = as_table(_CALL, table)
-    search = Search(_CALL, table.shape, queries, k, score, bias, exclude, precision)
+    table = as_table(table)
+    search = Search(table.shape, queries, k, score, bias, exclude, precision)
     search_in = search.queries, table, search.bias, search.pairs
     best = search.in_rows(*search_in, chunk_size)
     return search.results(*best)
@@ -100,27 +99,25 @@ def top_k(
 # ------------------------------------------------------------------ with parallel
 
 
-def as_table(call: str, table: Any) -> jax.Array:
+def as_table(table: Any) -> jax.Array:
     """Returns `table` as an array of floats, or raises."""
     fix = ""
     if isinstance(table, RowTable):
         fix = "Use sparsejax.parallel.top_k for a ShardedTable."
-    check_whole(call, "table", table, "a search", fix)
-    return _arguments.as_floats(call, tables.as_table(call, table), "table")
+    check_whole("table", table, "a search", fix)
+    return _arguments.as_floats(tables.as_table(table), "table")
 
 
 class Search:
     """A search: its checked arguments, and the steps that `parallel` shares.
 
     Args:
-      call: the public name, in errors.
       shape: of the table.
       queries, k, score, bias, exclude, precision: as in `top_k`.
     """
 
     def __init__(
         self,
-        call: str,
         shape: tuple[int, ...],
         queries: Any,
         k: Any,
@@ -129,30 +126,24 @@ class Search:
         exclude: Any,
         precision: Any,
     ):
-        self.call, self.height = call, shape[0]
-        self.k = _arguments.static_int(call, "k", k, 1)
+        self.height = shape[0]
+        self.k = _arguments.static_int("k", k, 1)
         if self.k > self.height:
             raise ValueError(
-                f"{call}: k={self.k} is above the number of rows of the table, "
-                f"{self.height}."
+                f"k={self.k} is above the number of rows of the table, {self.height}."
             )
         fix = "To search with ids, look them up first."
-        queries = _arguments.as_floats(call, queries, "queries", fix)
+        queries = _arguments.as_floats(queries, "queries", fix)
         is_own = callable(score)
         if not is_own and (len(shape) != 2 or queries.shape[-1:] != shape[1:]):
-            raise _arguments.wrong(
-                call,
-                "table",
-                "[V, D] and queries [..., D]",
-                f"shapes {shape} and {queries.shape}",
+            raise ValueError(
+                f"table must be [V, D] and queries [..., D], got shapes {shape} and "
+                f"{queries.shape}."
             )
         if not is_own and score not in _SCORES:
-            raise _arguments.wrong(
-                call,
-                "score",
-                f"one of {', '.join(map(repr, _SCORES))} or a function of (queries, "
-                "rows)",
-                _arguments.show(score),
+            raise ValueError(
+                f"score must be one of {', '.join(map(repr, _SCORES))} or a function "
+                f"of (queries, rows), got {_arguments.show(score)}."
             )
         how = {} if is_own else {"precision": precision}
         self.score = functools.partial(score if is_own else _SCORES[score], **how)
@@ -192,7 +183,7 @@ class Search:
                 rows = _SYMBOLIC_QUERIES
             width = max(rows, math.prod(table.shape[1:]), 1)
             chunk_size = max(_CHUNK_ELEMENTS // width, 128)
-        chunk = _arguments.static_int(self.call, "chunk_size", chunk_size, 1)
+        chunk = _arguments.static_int("chunk_size", chunk_size, 1)
         chunk = min(chunk, height)
         within = lax.iota(_arguments.index_dtype(height), chunk)
 
@@ -254,51 +245,44 @@ class Search:
         scores, want = self.score(queries, rows), (queries.shape[0], len(rows))
         if not isinstance(scores, jax.Array) or scores.shape != want:
             raise ValueError(
-                f"{self.call}: score must return [B, C] for queries [B, D] and C rows, "
-                f"{want} here, got {_arguments.kind_of(scores)}."
+                f"score must return [B, C] for queries [B, D] and C rows, {want} here, "
+                f"got {_arguments.kind_of(scores)}."
             )
         return scores.astype(indexing.float_accumulator_dtype(scores.dtype))
 
     def _check_bias(self, bias: Any) -> jax.Array:
-        bias = _arguments.to_array(self.call, bias, "bias", "an array of floats")
+        bias = _arguments.to_array(bias, "bias", "an array of floats")
         if bias.shape not in ((self.height,), (self.height, 1)):
-            raise _arguments.wrong(
-                self.call,
-                "bias",
-                f"[V] or [V, 1] with the V = {self.height} rows of table",
-                f"shape {bias.shape}",
+            raise ValueError(
+                f"bias must be [V] or [V, 1] with the V = {self.height} rows of table, "
+                f"got shape {bias.shape}."
             )
         return lax.stop_gradient(bias.reshape(self.height, 1))
 
     def _check_exclude(self, exclude: Any) -> tuple[jax.Array, jax.Array]:
         """Returns pairs of a query and an id to exclude, both `[m]`."""
-        call, size = self.call, self.queries.shape[0]
+        size = self.queries.shape[0]
         if isinstance(exclude, SegmentTensor):
             if exclude.num_segments != size:
                 raise ValueError(
-                    f"{call}: exclude must have a segment for each of the {size} "
-                    f"queries, got {exclude.num_segments}."
+                    f"exclude must have a segment for each of the {size} queries, got "
+                    f"{exclude.num_segments}."
                 )
-            ids = _arguments.as_ids(call, exclude.values, self.height, "exclude")
+            ids = _arguments.as_ids(exclude.values, self.height, "exclude")
             query = exclude.segment_ids
             # An element outside all segments excludes nothing.
             return jnp.where(query < 0, _arguments.scalar(size, query), query), ids
         if _is_ragged(exclude):
-            raise _arguments.wrong_type(
-                call,
-                "exclude",
-                "an array or a SegmentTensor",
-                "sets, or lists of several lengths",
-                "Pass SegmentTensor.from_lists([list(ids) for ids in exclude]).",
+            raise TypeError(
+                "exclude must be an array or a SegmentTensor, got sets, or lists of "
+                "several lengths. Pass SegmentTensor.from_lists([list(ids) for ids in "
+                "exclude])."
             )
-        ids = _arguments.as_ids(call, exclude, self.height, "exclude")
+        ids = _arguments.as_ids(exclude, self.height, "exclude")
         if ids.ndim != 1 and ids.shape[:-1] != self.lead or not ids.ndim:
-            raise _arguments.wrong(
-                call,
-                "exclude",
-                f"[E], or [..., E] with the axes {self.lead} of queries",
-                f"shape {ids.shape}",
-                "Pad with -1, or pass a SegmentTensor.",
+            raise ValueError(
+                f"exclude must be [E], or [..., E] with the axes {self.lead} of "
+                f"queries, got shape {ids.shape}. Pad with -1, or pass a SegmentTensor."
             )
         each = ids.shape[-1]
         ids = jnp.broadcast_to(ids, (*self.lead, each)).reshape(size * each)

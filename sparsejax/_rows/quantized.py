@@ -34,8 +34,6 @@ from sparsejax._rows import indexing, merge, row_ids
 from sparsejax._rows.selected_rows import SelectedRows
 
 
-_QUANTIZE = "sparsejax.quantize"
-
 # Caffe2's search tries ranges cut by multiples of a 200th, down to 84 % of the range.
 _BINS, _MIN_BINS = 200, 168
 # Rounding makes cuts smaller, or nothing, in a small range of large numbers.
@@ -205,8 +203,8 @@ class QuantizedTable:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"QuantizedTable: one of shape {self.shape} was used where an array is "
-            "needed, by jnp.asarray, np.asarray or a NumPy function. Read rows with "
+            f"one of shape {self.shape} was used where an array is needed, by "
+            "jnp.asarray, np.asarray or a NumPy function. Read rows with "
             "sparsejax.lookup(table, ids), or call .dequantize() for the whole array."
         )
 
@@ -226,8 +224,7 @@ class QuantizedTable:
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
         """Rows by id as `dequantize()[ids]` reads them; see `get` for other ids."""
         way_out = "Use sparsejax.lookup(table, ids), .get(ids), or .dequantize()."
-        call = "QuantizedTable[ids]"
-        return read(self, _arguments.as_indices(call, ids, self.shape[0], way_out), 0)
+        return read(self, _arguments.as_indices(ids, self.shape[0], way_out), 0)
 
     # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
     __iter__ = None
@@ -235,8 +232,8 @@ class QuantizedTable:
 
     def __matmul__(self, other: Any) -> NoReturn:
         raise TypeError(
-            "QuantizedTable @ array: use sparsejax.lookup(table, ids) @ w for the rows "
-            "that are read, or .dequantize() for the whole array."
+            "QuantizedTable @ array: use sparsejax.lookup(table, ids) @ w for the "
+            "rows that are read, or .dequantize() for the whole array."
         )
 
     __rmatmul__ = __matmul__
@@ -258,8 +255,7 @@ class QuantizedTable:
           Array([[1., 2.],
                  [0., 0.]], dtype=float32)
         """
-        call = "QuantizedTable.get"
-        return read(self, _arguments.as_ids(call, ids, self.shape[0]), 0)
+        return read(self, _arguments.as_ids(ids, self.shape[0]), 0)
 
     def pull(self, ids: ArrayLike) -> SelectedRows:
         """Reads the distinct rows of `ids` as a SelectedRows, to differentiate.
@@ -284,7 +280,7 @@ class QuantizedTable:
           `sparsejax.store.KVStore.pull`.
         """
         height = self.shape[0]
-        ids = _arguments.as_ids("QuantizedTable.pull", ids, height).reshape(-1)
+        ids = _arguments.as_ids(ids, height).reshape(-1)
         ids = jnp.where(indexing.in_range(ids, height), ids, height).astype(ids.dtype)
         rows, _, _ = merge.merge_plan(ids, height, _compat.min_dim(ids.size, height))
         return SelectedRows(rows, read(self, rows, 0), height)
@@ -325,7 +321,7 @@ class QuantizedTable:
           >>> table.requantize(2 * table.dequantize()).dequantize()
           Array([[2., 4.]], dtype=float32)
         """
-        return self._requantize("QuantizedTable.requantize", array, key)
+        return self._requantize(array, key)
 
     def average(
         self,
@@ -361,19 +357,19 @@ class QuantizedTable:
         References:
           `optax.incremental_update`.
         """
-        call, mine = "QuantizedTable.average", self.dequantize()
+        mine = self.dequantize()
         theirs = other.dequantize() if is_quantized(other) else other
-        theirs = self._check_like(call, "other", theirs)
+        theirs = self._check_like("other", theirs)
         wide = indexing.accumulator_dtype(indexing.promote(mine.dtype, theirs.dtype))
-        weight = _arguments.to_array(call, weight, "weight", "a number").astype(wide)
+        weight = _arguments.to_array(weight, "weight", "a number").astype(wide)
         if weight.ndim:
             found = _arguments.kind_of(weight)
-            raise _arguments.wrong(call, "weight", "a scalar", found)
+            raise ValueError(f"weight must be a scalar, got {found}.")
         mean = (1 - weight) * mine.astype(wide) + weight * theirs.astype(wide)
-        return self._requantize(call, mean, key)
+        return self._requantize(mean, key)
 
-    def _requantize(self, call: str, array: Any, key: Any) -> Self:
-        array = self._check_like(call, "array", array)
+    def _requantize(self, array: Any, key: Any) -> Self:
+        array = self._check_like("array", array)
         # A stack of tables is quantized as one table.
         rows = array.reshape(math.prod(self.codes.shape[:-1]), *self.row_shape)
         new = quantize(rows, self.bits, scale_dtype=self.scale_dtype, key=key)
@@ -382,16 +378,14 @@ class QuantizedTable:
             x.reshape(like.shape) for x, like in zip(jax.tree.leaves(new), old)
         )
 
-    def _check_like(self, call: str, name: str, x: Any) -> jax.Array:
+    def _check_like(self, name: str, x: Any) -> jax.Array:
         """Returns `x` as an array of floats of the table's shape, or raises."""
-        x = _arguments.as_floats(call, x, name)
+        x = _arguments.as_floats(x, name)
         if x.shape != self.shape:
-            raise _arguments.wrong(
-                call,
-                name,
-                f"of the shape of the table, {self.shape}",
-                _arguments.kind_of(x),
-                "Use sparsejax.quantize for a table of another shape.",
+            raise ValueError(
+                f"{name} must be of the shape of the table, {self.shape}, got "
+                f"{_arguments.kind_of(x)}. Use sparsejax.quantize for a table of "
+                "another shape."
             )
         return x
 
@@ -405,7 +399,7 @@ class QuantizedTable:
           >>> sj.quantize(jnp.ones((1, 2))).astype(jnp.bfloat16).get(0)
           Array([1, 1], dtype=bfloat16)
         """
-        kind = _float_dtype("QuantizedTable.astype", dtype)
+        kind = _float_dtype(dtype)
         return QuantizedTable(self.codes, self._pairs, self.bits, self.row_shape, kind)
 
     def unpack(self) -> QuantizedTable:
@@ -480,37 +474,34 @@ class QuantizedTable:
         References:
           Caffe2, `Fused8BitRowwiseQuantizedToFloat`.
         """
-        call = "QuantizedTable.from_fused"
-        bits, pair_dtype = _check_bits(call, bits, scale_dtype)
-        fused = _arguments.to_array(call, fused, "fused", "an array of bytes")
+        bits, pair_dtype = _check_bits(bits, scale_dtype)
+        fused = _arguments.to_array(fused, "fused", "an array of bytes")
         if fused.dtype != jnp.uint8 or fused.ndim != 2:
-            raise _arguments.wrong_type(
-                call,
-                "fused",
-                "a uint8 array [V, bytes]",
-                _arguments.kind_of(fused),
-                "For bytes on disk use np.fromfile(path, np.uint8).reshape(rows, -1).",
+            raise TypeError(
+                "fused must be a uint8 array [V, bytes], got "
+                f"{_arguments.kind_of(fused)}. For bytes on disk use np.fromfile(path, "
+                "np.uint8).reshape(rows, -1)."
             )
         tail = 2 * pair_dtype.itemsize
         held = (fused.shape[1] - tail) * (8 // bits)
         if held < 1:
             raise ValueError(
-                f"{call}: fused must have at least {tail + 1} columns, one code and "
-                f"{tail} bytes of scale and bias, got {fused.shape[1]}. Check bits and "
+                f"fused must have at least {tail + 1} columns, one code and {tail} "
+                f"bytes of scale and bias, got {fused.shape[1]}. Check bits and "
                 "scale_dtype."
             )
         features = held if features is None else features
-        features = _arguments.static_int(call, "features", features, 1)
+        features = _arguments.static_int("features", features, 1)
         if features > held or features <= held - 8 // bits:
             raise ValueError(
-                f"{call}: features={features} needs {_num_bytes(features, bits)} bytes "
-                f"of codes, but with scale and bias of {pair_dtype.name} a row of "
+                f"features={features} needs {_num_bytes(features, bits)} bytes of "
+                f"codes, but with scale and bias of {pair_dtype.name} a row of "
                 f"{fused.shape[1]} bytes has {fused.shape[1] - tail}. Check features, "
                 "bits and scale_dtype."
             )
         codes, pair = fused[:, :-tail], fused[:, -tail:]
         pair = lax.bitcast_convert_type(pair.reshape(len(pair), 2, -1), pair_dtype)
-        kind = _float_dtype(call, dtype)
+        kind = _float_dtype(dtype)
         return cls(codes, pair, bits, (features,), kind)
 
 
@@ -673,40 +664,34 @@ def quantize(
       Caffe2, `FloatToFused8BitRowwiseQuantized`, `FloatToFused4BitRowwiseQuantized`
       and its engine GREEDY; FBGEMM, `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`.
     """
-    call = _QUANTIZE
-    bits, pair_dtype = _check_bits(call, bits, scale_dtype)
+    bits, pair_dtype = _check_bits(bits, scale_dtype)
     if isinstance(table, (SelectedRows, QuantizedTable)):
         way_out = "Pass its .dequantize()."
         if isinstance(table, SelectedRows):
             way_out = "Pass its .to_dense(), or quantize its .values."
-        raise _arguments.wrong_type(
-            call, "table", "an array of floats", _arguments.kind_of(table), way_out
+        raise TypeError(
+            f"table must be an array of floats, got {_arguments.kind_of(table)}. "
+            f"{way_out}"
         )
-    table = _arguments.as_floats(call, table, "table")
+    table = _arguments.as_floats(table, "table")
     if table.ndim < 2:
-        raise _arguments.wrong(
-            call,
-            "table",
-            "[V, D] or [V, ...]",
-            f"shape {table.shape}",
-            "Each row has a scale and a bias, which would be larger than one number.",
+        raise ValueError(
+            f"table must be [V, D] or [V, ...], got shape {table.shape}. Each row has "
+            "a scale and a bias, which would be larger than one number."
         )
-    symmetric = _arguments.check_bool(call, "symmetric", symmetric)
+    symmetric = _arguments.check_bool("symmetric", symmetric)
     if search not in (None, "greedy"):
-        raise _arguments.wrong(
-            call,
-            "search",
-            "None or 'greedy'",
-            _arguments.show(search),
-            "None takes the range of each row as it is.",
+        raise ValueError(
+            f"search must be None or 'greedy', got {_arguments.show(search)}. None "
+            "takes the range of each row as it is."
         )
     if search and symmetric:
         raise ValueError(
-            f"{call}: search='greedy' cuts a range at either end, so it cannot be "
-            "symmetric. Leave out one of them."
+            "search='greedy' cuts a range at either end, so it cannot be symmetric. "
+            "Leave out one of them."
         )
     if key is not None:
-        key = _arguments.as_key(call, key, from_int=True)
+        key = _arguments.as_key(key, from_int=True)
     row_shape, dtype = table.shape[1:], table.dtype
     # Caffe2 divides rows by their scale in some operators, and multiplies in others.
     divides = bits < 8 and (search is not None or dtype == jnp.float16)
@@ -718,9 +703,9 @@ def quantize(
     if _arguments.is_concrete(finite) and not finite.all():
         bad = np.flatnonzero(~np.asarray(finite))
         raise ValueError(
-            f"{call}: {bad.size} of {finite.size} rows have NaN, infinity, or numbers "
-            f"beyond {pair_dtype.name}, the dtype of scales; the first is row "
-            f"{bad[0]}. Replace such numbers with jnp.nan_to_num, or pass "
+            f"{bad.size} of {finite.size} rows have NaN, infinity, or numbers beyond "
+            f"{pair_dtype.name}, the dtype of scales; the first is row {bad[0]}. "
+            "Replace such numbers with jnp.nan_to_num, or pass "
             "scale_dtype=jnp.float32 for large ones."
         )
     pair = jnp.where(finite[:, None], pair, jnp.array(jnp.nan, pair.dtype))
@@ -867,15 +852,12 @@ def _divide(x: jax.Array, by: int) -> jax.Array:
 # ------------------------------------------------------------------ arguments
 
 
-def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
+def _check_bits(bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     """Returns `bits` and the dtype of scales, or raises an error that names `call`."""
     if isinstance(bits, bool) or bits not in (8, 4, 2):
-        raise _arguments.wrong(
-            call,
-            "bits",
-            "8, 4 or 2",
-            _arguments.show(bits),
-            "For 16 bits cast the table with .astype(jnp.bfloat16).",
+        raise ValueError(
+            f"bits must be 8, 4 or 2, got {_arguments.show(bits)}. For 16 bits cast "
+            "the table with .astype(jnp.bfloat16)."
         )
     if scale_dtype is None:
         scale_dtype = jnp.float32 if bits == 8 else jnp.float16
@@ -884,27 +866,22 @@ def _check_bits(call: str, bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     except TypeError:
         found = None
     if found not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)):
-        raise _arguments.wrong_type(
-            call,
-            "scale_dtype",
-            "float32 or float16",
-            _arguments.show(scale_dtype),
-            "Leave it out for float32 with 8 bits and float16 with fewer.",
+        raise TypeError(
+            "scale_dtype must be float32 or float16, got "
+            f"{_arguments.show(scale_dtype)}. Leave it out for float32 with 8 bits and "
+            "float16 with fewer."
         )
     return int(bits), found
 
 
-def _float_dtype(call: str, dtype: Any) -> Any:
+def _float_dtype(dtype: Any) -> Any:
     try:
         found = jax.dtypes.canonicalize_dtype(dtype)
     except TypeError:
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise _arguments.wrong_type(
-            call,
-            "dtype",
-            "a floating-point dtype",
-            _arguments.show(dtype),
-            "Rows are floats.",
+        raise TypeError(
+            f"dtype must be a floating-point dtype, got {_arguments.show(dtype)}. Rows "
+            "are floats."
         )
     return found

@@ -17,7 +17,6 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing
 
 
-_ASSIGN = "sparsejax.scatter_assign"
 _WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
 
 
@@ -52,10 +51,10 @@ def scatter_assign(table: ArrayLike, rows: ArrayLike, values: ArrayLike) -> jax.
     References:
       Caffe2, `ScatterAssign`; PaddlePaddle, `scatter(overwrite=True)`.
     """
-    table = _as_table(_ASSIGN, table)
-    flat, shape = _flat_rows(_ASSIGN, table, rows)
-    values = _flat_values(_ASSIGN, "values", values, shape, table)
-    _check_kind(_ASSIGN, "values", values.dtype, table.dtype)
+    table = _as_table(table)
+    flat, shape = _flat_rows(table, rows)
+    values = _flat_values("values", values, shape, table)
+    _check_kind("values", values.dtype, table.dtype)
     return indexing.set_rows(table, flat, values.astype(table.dtype))
 
 
@@ -99,18 +98,16 @@ def scatter_weighted_sum(
     References:
       Caffe2, `ScatterWeightedSum`.
     """
-    table = _as_table(_WEIGHTED_SUM, table)
-    flat, shape = _flat_rows(_WEIGHTED_SUM, table, rows)
+    table = _as_table(table)
+    flat, shape = _flat_rows(table, rows)
     if len(values_and_weights) % 2:
-        raise _arguments.wrong(
-            _WEIGHTED_SUM,
-            "the arguments after rows",
-            "pairs of values and weights",
-            f"an odd number, {len(values_and_weights)}",
-            "The order is (table, w0, rows, v1, w1, v2, w2, ...).",
+        raise ValueError(
+            "the arguments after rows must be pairs of values and weights, got an odd "
+            f"number, {len(values_and_weights)}. The order is (table, w0, rows, v1, "
+            "w1, v2, w2, ...)."
         )
     values = [
-        _flat_values(_WEIGHTED_SUM, f"values v{i}", v, shape, table)
+        _flat_values(f"values v{i}", v, shape, table)
         for i, v in enumerate(values_and_weights[::2], 1)
     ]
     weights = [_weight(i, w) for i, w in enumerate((weight, *values_and_weights[1::2]))]
@@ -118,9 +115,9 @@ def scatter_weighted_sum(
     wide = indexing.promote(table.dtype, *(v.dtype for v in values))
     wide = indexing.accumulator_dtype(wide)
     for i, v in enumerate(values, 1):
-        _check_kind(_WEIGHTED_SUM, f"values v{i}", v.dtype, table.dtype)
+        _check_kind(f"values v{i}", v.dtype, table.dtype)
     for i, w in enumerate(weights):
-        _check_kind(_WEIGHTED_SUM, f"weight w{i}", w.dtype, table.dtype)
+        _check_kind(f"weight w{i}", w.dtype, table.dtype)
     w0, *weights = (w.astype(wide) for w in weights)
 
     total = jnp.zeros((flat.size, *table.shape[1:]), wide)
@@ -141,64 +138,54 @@ def scatter_weighted_sum(
 # ------------------------------------------------------------------ private
 
 
-def _as_table(call: str, table: Any) -> jax.Array:
+def _as_table(table: Any) -> jax.Array:
     table = _arguments.as_array(table)
     if not isinstance(table, jax.Array):
-        raise _arguments.wrong_type(
-            call,
-            "table",
-            "a JAX or NumPy array",
-            _arguments.kind_of(table),
-            _arguments.convert_tensor(table, "table")
-            or "To change a SelectedRows, add to it with +, or write to its dense "
-            "array, .to_dense().",
+        fix = _arguments.convert_tensor(table, "table")
+        raise TypeError(
+            f"table must be a JAX or NumPy array, got {_arguments.kind_of(table)}. "
+            f"{fix or 'Add to a SelectedRows with +, or write to its .to_dense().'}"
         )
     if table.ndim == 0:
         raise ValueError(
-            f"{call}: table must have at least one axis (the rows), got shape "
-            f"{table.shape}."
+            f"table must have at least one axis (the rows), got shape {table.shape}."
         )
     return table
 
 
-def _flat_rows(call: str, table: jax.Array, rows: Any):
+def _flat_rows(table: jax.Array, rows: Any):
     """Returns `rows` flattened, and their original shape."""
-    rows = _arguments.as_ids(call, rows, table.shape[0], "rows")
+    rows = _arguments.as_ids(rows, table.shape[0], "rows")
     return rows.reshape(-1), rows.shape
 
 
-def _flat_values(
-    call: str, name: str, values: Any, shape, table: jax.Array
-) -> jax.Array:
+def _flat_values(name: str, values: Any, shape, table: jax.Array) -> jax.Array:
     """Returns `values` with the axes of `rows` merged into one."""
-    values = _arguments.to_array(call, values, name)
+    values = _arguments.to_array(values, name)
     want = (*shape, *table.shape[1:])
     if values.shape != want:
         raise ValueError(
-            f"{call}: {name} must have shape rows.shape + table.shape[1:] = {want}, "
-            f"got {values.shape}. They are not broadcast; use jnp.broadcast_to."
+            f"{name} must have shape rows.shape + table.shape[1:] = {want}, got "
+            f"{values.shape}. They are not broadcast; use jnp.broadcast_to."
         )
     return values.reshape(math.prod(shape), *table.shape[1:])
 
 
 def _weight(i: int, weight: Any) -> jax.Array:
-    weight = _arguments.to_array(_WEIGHTED_SUM, weight, f"weight w{i}", "a scalar")
+    weight = _arguments.to_array(weight, f"weight w{i}", "a scalar")
     if weight.shape not in ((), (1,)):
-        raise _arguments.wrong(
-            _WEIGHTED_SUM,
-            f"weight w{i}",
-            "a scalar of shape () or (1,)",
-            f"shape {weight.shape}",
-            "For one weight per row, multiply the values first.",
+        raise ValueError(
+            f"weight w{i} must be a scalar of shape () or (1,), got shape "
+            f"{weight.shape}. For one weight per row, multiply the values first."
         )
     return weight.reshape(())
 
 
-def _check_kind(call: str, name: str, found: Any, want: Any) -> None:
+def _check_kind(name: str, found: Any, want: Any) -> None:
     """Raises a TypeError for floats in a table of integers; floats may narrow."""
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
             raise TypeError(
-                f"{call}: cannot store {name} of type {found} in a table of {want}. "
-                "Cast one of them with .astype."
+                f"cannot store {name} of type {found} in a table of {want}. Cast one "
+                "of them with .astype."
             )

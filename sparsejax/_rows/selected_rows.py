@@ -148,22 +148,20 @@ class SelectedRows(metaclass=_InErrors):
     ):
         # Pytree code does not come here but to `tree_unflatten`, whose children may be
         # tracers, ShapeDtypeStructs or placeholders.
-        call = "SelectedRows"
         rows = _array_or_spec(_arguments.saturate(rows), "rows")
         values = _array_or_spec(values, "values")
         height = _arguments.static_int(
-            call,
             "height",
             height,
             hint=" It is the number of rows of the dense array.",
         )
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
-        _check_rows("SelectedRows", rows)
+        _check_rows(rows)
         if len(rows.shape) != 1 or values.shape[:1] != rows.shape:
             raise ValueError(
-                "SelectedRows: rows must have shape [n] and values shape [n, ...], got "
-                f"{rows.shape} and {values.shape}. For a batch use jax.vmap."
+                f"rows must have shape [n] and values shape [n, ...], got {rows.shape} "
+                f"and {values.shape}. For a batch use jax.vmap."
             )
         wide = _arguments.index_dtype(height, rows.dtype)
         if wide != rows.dtype and not isinstance(rows, jax.ShapeDtypeStruct):
@@ -211,21 +209,17 @@ class SelectedRows(metaclass=_InErrors):
         """The id of each slot, integers `[n]`."""
         ids, values = self._ids, getattr(self.values, "shape", None)
         if self._is_computed:
-            raise _arguments.wrong_type(
-                "SelectedRows",
-                "rows",
-                "the row ids",
-                f"{_arguments.show_spec(ids)} that a function of its leaves computed",
-                _WAYS_OUT,
+            raise TypeError(
+                f"rows must be the row ids, got {_arguments.show_spec(ids)} that a "
+                f"function of its leaves computed. {_WAYS_OUT}"
             )
         if row_ids.is_sealed(ids) and values is not None:
             slots = len(ids.shape) - self._row_ndim
             want = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
             if ids.shape != want:
                 raise ValueError(
-                    "SelectedRows: a function of its leaves changed their shapes so "
-                    f"that they do not fit: row ids {ids.shape}, values {values}. "
-                    f"{_WAYS_OUT}"
+                    "a function of its leaves changed their shapes so that they do "
+                    f"not fit: row ids {ids.shape}, values {values}. {_WAYS_OUT}"
                 )
         # Not kept: a tracer that is kept can outlive the function that it belongs to.
         return row_ids.unseal(ids, self._row_ndim)
@@ -269,8 +263,8 @@ class SelectedRows(metaclass=_InErrors):
         """Raises a ValueError for a batch, which has more than one axis of slots."""
         if len(self.values.shape) - self._row_ndim > 1:
             raise ValueError(
-                "SelectedRows: this is a batch of them, as jax.vmap and jax.lax.scan "
-                f"return, with rows {_arguments.show_spec(self.rows)} and values "
+                "this is a batch of them, as jax.vmap and jax.lax.scan return, with "
+                f"rows {_arguments.show_spec(self.rows)} and values "
                 f"{_arguments.show_spec(self.values)}. Use jax.vmap(f)(batch), take "
                 "one by jax.tree.map(lambda x: x[0], batch), or sum them: "
                 "SelectedRows(batch.rows.ravel(), jnp.concatenate(batch.values), "
@@ -324,20 +318,19 @@ class SelectedRows(metaclass=_InErrors):
         References:
           MXNet, `cast_storage(x, "row_sparse")`.
         """
-        call = "SelectedRows.from_dense"
-        x = _arguments.to_array(call, x, "x")
+        x = _arguments.to_array(x, "x")
         if x.ndim == 0:
-            raise ValueError(f"{call}: x must have at least one axis, got a scalar.")
+            raise ValueError("x must have at least one axis, got a scalar.")
         used = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
         count = jnp.sum(used, dtype=jnp.int32)
         if capacity is None:
             capacity = int(count) if _arguments.is_concrete(count) else x.shape[0]
-        capacity = _arguments.check_capacity(call, capacity)
+        capacity = _arguments.check_capacity(capacity)
         height = x.shape[0]
         (rows,) = jnp.nonzero(used, size=capacity, fill_value=height)
         rows = rows.astype(_arguments.index_dtype(height))
         values = indexing.take_rows(x, rows)
-        values = _arguments.report_overflow(call, values, count, capacity)
+        values = _arguments.report_overflow(values, count, capacity)
         return cls(rows, values, height)
 
     def to_dense(self) -> jax.Array:
@@ -360,10 +353,10 @@ class SelectedRows(metaclass=_InErrors):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"SelectedRows: one of shape {self.shape} was used where an array is "
-            "needed, by jnp.asarray, np.asarray or a NumPy function. Call .to_dense() "
-            "for the dense array, or use .rows and .values, .map(f) for a function of "
-            "the values, or sparsejax.optim.global_norm."
+            f"one of shape {self.shape} was used where an array is needed, by "
+            "jnp.asarray, np.asarray or a NumPy function. Call .to_dense() for the "
+            "dense array, or use .rows and .values, .map(f) for a function of the "
+            "values, or sparsejax.optim.global_norm."
         )
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any):
@@ -387,15 +380,14 @@ class SelectedRows(metaclass=_InErrors):
 
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
         """Rows by id as `to_dense()[ids]` reads them; see `get` for other ids."""
-        call = "SelectedRows[ids]"
         way_out = "Use .get(ids), .rows and .values, or .to_dense()."
         if self.stack:
             raise TypeError(
-                f"{call}: rows of a stack of tables, of shape {self.shape}, have the "
-                "ids k * V + v. Use .get(ids), or .to_dense()."
+                f"rows of a stack of tables, of shape {self.shape}, have the ids k * V "
+                "+ v. Use .get(ids), or .to_dense()."
             )
-        ids = _arguments.as_indices(call, ids, self.height, way_out)
-        return self._find(call, ids)[0]
+        ids = _arguments.as_indices(ids, self.height, way_out)
+        return self._find(ids)[0]
 
     # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
     __iter__ = None
@@ -441,7 +433,7 @@ class SelectedRows(metaclass=_InErrors):
         enough = _compat.min_dim(self.capacity, self.height)
         if capacity is None:
             capacity = enough
-        capacity = _arguments.check_capacity("SelectedRows.coalesce", capacity)
+        capacity = _arguments.check_capacity(capacity)
         rows, values, count = merge.coalesce(
             self.safe_rows(), self.values, self.height, capacity
         )
@@ -449,9 +441,8 @@ class SelectedRows(metaclass=_InErrors):
             overflow = jnp.maximum(count - capacity, 0)
             return with_slots(self, rows, values), overflow
         if _arguments.may_exceed(enough, capacity):
-            call = "SelectedRows.coalesce"
             way_out = ", or pass return_overflow=True"
-            values = _arguments.report_overflow(call, values, count, capacity, way_out)
+            values = _arguments.report_overflow(values, count, capacity, way_out)
         return with_slots(self, rows, values)
 
     def get(self, ids: ArrayLike) -> jax.Array:
@@ -472,7 +463,7 @@ class SelectedRows(metaclass=_InErrors):
         References:
           PaddlePaddle, `SelectedRows::Get`.
         """
-        return self._find("SelectedRows.get", ids)[0]
+        return self._find(ids)[0]
 
     def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Returns `get(ids)`, and which rows are stored, bool `[*ids.shape]`.
@@ -483,10 +474,10 @@ class SelectedRows(metaclass=_InErrors):
           >>> g.find(jnp.array([2, 3, 7]))[1]
           Array([ True, False,  True], dtype=bool)
         """
-        return self._find("SelectedRows.find", ids)
+        return self._find(ids)
 
-    def _find(self, call: str, ids: Any) -> tuple[jax.Array, jax.Array]:
-        ids = _arguments.as_ids(call, ids, self.height)
+    def _find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
+        ids = _arguments.as_ids(ids, self.height)
         merged = self.coalesce()
         slot, stored = merge.find_slots(merged.rows, ids, self.height)
         slot = jnp.where(stored, slot, _arguments.scalar(merged.capacity, slot))
@@ -513,7 +504,7 @@ class SelectedRows(metaclass=_InErrors):
           MXNet, `sparse.retain`.
         """
         self._check_no_batch()
-        ids = _arguments.as_ids("SelectedRows.retain", ids, self.height).reshape(-1)
+        ids = _arguments.as_ids(ids, self.height).reshape(-1)
         rows = self.rows
         _, keep = merge.find_slots(jnp.sort(ids), rows, self.height)
         rows = jnp.where(keep, rows, _arguments.scalar(self.height, rows))
@@ -538,11 +529,11 @@ class SelectedRows(metaclass=_InErrors):
         """
         values = _array_or_spec(f(self.values), "values")
         if not row_ids.is_sealed(self._ids):
-            _check_rows("SelectedRows.map", self.rows)
+            _check_rows(self.rows)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
-                f"SelectedRows.map: f must keep the number of slots (the first axis), "
-                f"{self.capacity}, but returned shape {values.shape}."
+                f"f must keep the number of slots (the first axis), {self.capacity}, "
+                f"but returned shape {values.shape}."
             )
         new = object.__new__(SelectedRows)
         kept = {k: x for k, x in vars(self).items() if k in _ALL_BUT_VALUES}
@@ -585,7 +576,7 @@ class SelectedRows(metaclass=_InErrors):
     def __add__(self, other: Any) -> Any: ...
     def __add__(self, other: Any) -> Any:
         if is_selected_rows(other):
-            _check_same_shape("SelectedRows +", self, other)
+            _check_same_shape(self, other)
             return concatenate([self, other])
         if not _is_arraylike(other):
             return NotImplemented
@@ -602,9 +593,9 @@ class SelectedRows(metaclass=_InErrors):
         if isinstance(other, (int, float)) and other == 0:
             return self  # sum() starts with 0
         raise TypeError(
-            f"SelectedRows + {other}: adding a scalar would change all "
-            f"{self.height} rows, stored or not. Call .to_dense() first, or use "
-            ".map(lambda v: v + ...) to change only the stored rows."
+            f"SelectedRows + {other}: adding a scalar would change all {self.height} "
+            "rows, stored or not. Call .to_dense() first, or use .map(lambda v: v + "
+            "...) to change only the stored rows."
         )
 
     __radd__ = __add__
@@ -631,7 +622,7 @@ class SelectedRows(metaclass=_InErrors):
 
     def __mul__(self, other: Any) -> SelectedRows:
         if is_selected_rows(other):
-            _check_same_shape("SelectedRows *", self, other)
+            _check_same_shape(self, other)
             merged = self.coalesce()  # a product is not linear in duplicates
             dtype = indexing.promote(self.dtype, other.dtype)
             factor = other.get(merged.rows).astype(dtype)
@@ -687,7 +678,7 @@ class SelectedRows(metaclass=_InErrors):
     def safe_rows(self) -> jax.Array:
         """Returns `rows` with each id out of range replaced by `height`."""
         rows = self.rows
-        _check_rows("SelectedRows", rows)
+        _check_rows(rows)
         filled = indexing.in_range(rows, self.height)
         return jnp.where(filled, rows, _arguments.scalar(self.height, rows))
 
@@ -745,27 +736,18 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     try:
         summands: list[Any] = list(parts)
     except TypeError:
-        raise _arguments.wrong_type(
-            "sparsejax.concatenate",
-            "parts",
-            "a list of SelectedRows",
-            _arguments.kind_of(parts),
+        raise TypeError(
+            f"parts must be a list of SelectedRows, got {_arguments.kind_of(parts)}."
         ) from None
     if not summands:
-        raise ValueError(
-            "sparsejax.concatenate: parts must not be empty: pass at least one "
-            "SelectedRows."
-        )
+        raise ValueError("parts must not be empty: pass at least one SelectedRows.")
     for part in summands:
         if not is_selected_rows(part):
-            raise _arguments.wrong_type(
-                "sparsejax.concatenate",
-                "every part",
-                "a SelectedRows",
-                _arguments.kind_of(part),
-                "Convert arrays with SelectedRows.from_dense.",
+            raise TypeError(
+                f"every part must be a SelectedRows, got {_arguments.kind_of(part)}. "
+                "Convert arrays with SelectedRows.from_dense."
             )
-        _check_same_shape("sparsejax.concatenate", summands[0], part)
+        _check_same_shape(summands[0], part)
     if len(summands) == 1:
         return summands[0]
     rows_dtype = indexing.promote(*(p.rows.dtype for p in summands))
@@ -826,27 +808,21 @@ _ALL_BUT_VALUES = frozenset(["_ids", "height", "stack"])
 
 def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
     """Returns the leading axes of a stack, as ints whose product divides `height`."""
-    call, hint = "SelectedRows", " It holds the leading axes of a stack of tables."
+    hint = "It holds the leading axes of a stack of tables."
     if not isinstance(stack, (tuple, list)):
-        raise _arguments.wrong_type(
-            call,
-            "stack",
-            "a tuple of ints",
-            _arguments.kind_of(stack),
-            "For K tables of V rows pass stack=(K,) and height=K * V.",
+        raise TypeError(
+            f"stack must be a tuple of ints, got {_arguments.kind_of(stack)}. For K "
+            "tables of V rows pass stack=(K,) and height=K * V."
         )
     sizes = tuple(
-        _arguments.static_int(call, "each size in stack", size, hint=hint)
-        for size in stack
+        _arguments.static_int("each size in stack", size, hint=hint) for size in stack
     )
     tables = math.prod(sizes)
     if not tables or height % tables:
-        raise _arguments.wrong(
-            call,
-            "height",
-            f"the number of rows of all {tables} tables of stack={sizes}",
-            f"{height}",
-            "For K tables of V rows pass stack=(K,) and height=K * V.",
+        raise ValueError(
+            f"height must be the number of rows of all {tables} tables of "
+            f"stack={sizes}, got {height}. For K tables of V rows pass stack=(K,) and "
+            "height=K * V."
         )
     return sizes
 
@@ -856,21 +832,18 @@ def _array_or_spec(x: Any, name: str) -> jax.Array | jax.ShapeDtypeStruct:
     is_spec = hasattr(x, "dtype") and hasattr(x, "shape")
     if is_spec and not isinstance(x, np.ndarray):
         return x
-    return _arguments.to_array("SelectedRows", x, name)
+    return _arguments.to_array(x, name)
 
 
-def _check_rows(call: str, rows: Any) -> None:
+def _check_rows(rows: Any) -> None:
     """Raises a TypeError unless `rows` are integers."""
     dtype = getattr(rows, "dtype", None)  # a filter of leaves puts None there
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise _arguments.wrong_type(
-            call,
-            "rows",
-            "integers (row ids)",
-            f"{dtype}",
-            "jax.grad returns no ids, and code that rebuilds trees can change them. "
-            "Use sparsejax.value_and_grad, SelectedRows.map to change the values, and "
-            "sparsejax.optim.lazy(...) around optax transformations.",
+        raise TypeError(
+            f"rows must be integers (row ids), got {dtype}. jax.grad returns no ids, "
+            "and code that rebuilds trees can change them. Use "
+            "sparsejax.value_and_grad, SelectedRows.map to change the values, and "
+            "sparsejax.optim.lazy(...) around optax transformations."
         )
 
 
@@ -878,10 +851,10 @@ def _is_arraylike(x: Any) -> bool:
     return isinstance(x, (bool, int, float, complex, jax.Array, np.ndarray, np.generic))
 
 
-def _check_same_shape(call: str, a: Any, b: Any) -> None:
+def _check_same_shape(a: Any, b: Any) -> None:
     if a.shape != b.shape:
-        raise _arguments.wrong(
-            call, "the dense shapes", "equal", f"{a.shape} and {b.shape}"
+        raise ValueError(
+            f"the dense shapes must be equal, got {a.shape} and {b.shape}."
         )
 
 
@@ -910,7 +883,7 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
             f"SelectedRows + array: the shapes must be equal, got {rows.shape} and "
             f"{array.shape}. A SelectedRows does not broadcast."
         )
-    _check_rows("SelectedRows + array", rows.rows)
+    _check_rows(rows.rows)
     array = flat_rows(rows, array)
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:

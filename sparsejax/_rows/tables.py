@@ -25,37 +25,34 @@ def table_or_none(x: Any) -> Any:
     return x if isinstance(x, Table) else None
 
 
-def as_table(call: str, x: Any, name: str = "table") -> Table:
-    """`x` as a table with an axis of rows, or an error that names `call`."""
+def as_table(x: Any, name: str = "table") -> Table:
+    """Returns `x` as a table with an axis of rows, or raises."""
     table = table_or_none(x)
     if table is None:
-        raise _arguments.wrong_type(
-            call,
-            name,
-            "a JAX or NumPy array, a SelectedRows, a QuantizedTable or a ShardedTable",
-            _arguments.kind_of(x),
-            _arguments.convert_tensor(x, name)
-            or "Pass the array of weights itself, as in params['table'].",
+        fix = _arguments.convert_tensor(x, name)
+        fix = fix or "Pass the array of weights itself, as in params['table']."
+        raise TypeError(
+            f"{name} must be a JAX or NumPy array, a SelectedRows, a QuantizedTable or "
+            f"a ShardedTable, got {_arguments.kind_of(x)}. {fix}"
         )
     if table.ndim == 0:
         raise ValueError(
-            f"{call}: {name} must have at least one axis, got shape {table.shape}. The "
-            "first axis is the rows: a table is [V], [V, D] or [V, ...]."
+            f"{name} must have at least one axis, got shape {table.shape}. The first "
+            "axis is the rows: a table is [V], [V, D] or [V, ...]."
         )
     if isinstance(table, SelectedRows) and table.stack:
         raise ValueError(
-            f"{call}: {name} must have one axis of rows, got a SelectedRows of a stack "
-            f"of tables, of shape {table.shape}. Read its .unstacked(), in which row v "
-            f"of table k has the id k * {table.shape[1]} + v."
+            f"{name} must have one axis of rows, got a SelectedRows of a stack of "
+            f"tables, of shape {table.shape}. Read its .unstacked(), in which row v of "
+            f"table k has the id k * {table.shape[1]} + v."
         )
     return table
 
 
-def check_whole(call: str, name: str, table: Any, user: str, fix: str = "") -> None:
+def check_whole(name: str, table: Any, user: str, fix: str = "") -> None:
     """Raises if `table` is a table that is not an array.
 
     Args:
-      call: the public call, for errors.
       name: the argument.
       table: a table, or anything else, which passes.
       user: the operation that needs every row, the subject of the error's sentence.
@@ -72,6 +69,5 @@ def check_whole(call: str, name: str, table: Any, user: str, fix: str = "") -> N
     else:
         return
     raise TypeError(
-        f"{call}: {name} is {what}, but {user} needs every row. "
-        f"{fix or f'Pass {way_out}.'}"
+        f"{name} is {what}, but {user} needs every row. {fix or f'Pass {way_out}.'}"
     )

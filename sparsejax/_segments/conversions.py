@@ -57,22 +57,21 @@ def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.
     References:
       Caffe2, `LengthsToSegmentIds`.
     """
-    call = "sparsejax.lengths_to_segment_ids"
-    lengths = as_lengths(call, lengths)
+    lengths = as_lengths(lengths)
     if total is not None:
-        total = _arguments.static_int(call, "total", total)
+        total = _arguments.static_int("total", total)
     if isinstance(lengths, np.ndarray):
         need = int(lengths.sum())
         if total is not None and total < need:
             raise ValueError(
-                f"{call}: the lengths sum to {need}, more than total={total}. Pass "
+                f"the lengths sum to {need}, more than total={total}. Pass "
                 f"total={need} or more, or omit it."
             )
         total = need if total is None else total
     elif total is None:
         raise ValueError(
-            f"{call}: inside jit the sum of lengths is unknown, but the result needs a "
-            "static size. Pass total, a static int that is at least this sum."
+            "inside jit the sum of lengths is unknown, but the result needs a static "
+            "size. Pass total, a static int that is at least this sum."
         )
     return jnp.asarray(segment_ids_of(lengths, total))
 
@@ -104,8 +103,7 @@ def segment_ids_to_lengths(
     References:
       Caffe2, `SegmentIdsToLengths`, which takes sorted ids only.
     """
-    call = "sparsejax.segment_ids_to_lengths"
-    ids, num_segments = _ids_and_count(call, segment_ids, num_segments)
+    ids, num_segments = _ids_and_count(segment_ids, num_segments)
     if isinstance(ids, np.ndarray):
         ids = ids[(ids >= 0) & (ids < num_segments)]
         counts = np.bincount(ids, minlength=num_segments)
@@ -138,9 +136,8 @@ def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
     References:
       Caffe2, `LengthsToOffsets` with `include_last_offset`; the row pointers of CSR.
     """
-    call = "sparsejax.lengths_to_offsets"
-    known = as_lengths(call, lengths)
-    return _offsets_of(call, known, _index_dtype(lengths))
+    known = as_lengths(lengths)
+    return _offsets_of(known, _index_dtype(lengths))
 
 
 def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
@@ -163,8 +160,7 @@ def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
       >>> sj.offsets_to_lengths([0, 1, 4, 4, 6])
       Array([1, 3, 0, 2], dtype=int32)
     """
-    call = "sparsejax.offsets_to_lengths"
-    known = as_offsets(call, offsets, from_zero=False)
+    known = as_offsets(offsets, from_zero=False)
     if isinstance(known, np.ndarray):
         return jnp.asarray(np.diff(known).astype(_index_dtype(offsets)))
     return jnp.diff(known)
@@ -190,9 +186,8 @@ def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
     References:
       Caffe2, `LengthsToRanges`.
     """
-    call = "sparsejax.lengths_to_ranges"
-    known, dtype = as_lengths(call, lengths), _index_dtype(lengths)
-    offsets = _offsets_of(call, known, dtype)
+    known, dtype = as_lengths(lengths), _index_dtype(lengths)
+    offsets = _offsets_of(known, dtype)
     return jnp.stack([offsets[:-1], jnp.asarray(known.astype(dtype))], axis=1)
 
 
@@ -226,10 +221,9 @@ def segment_ids_to_ranges(
     References:
       Caffe2, `SegmentIdsToRanges`.
     """
-    call = "sparsejax.segment_ids_to_ranges"
-    ids, num_segments = _ids_and_count(call, segment_ids, num_segments)
+    ids, num_segments = _ids_and_count(segment_ids, num_segments)
     if isinstance(ids, np.ndarray):
-        check_sorted(call, ids, "Sort them first, since ranges are contiguous.")
+        check_sorted(ids, "Sort them first, since ranges are contiguous.")
         offsets = np.searchsorted(ids, np.arange(num_segments + 1))
         lengths = np.diff(offsets)
         begins = np.where(offsets[:-1] == offsets[-1], 0, offsets[:-1])
@@ -249,62 +243,57 @@ def is_known(x: Any) -> bool:
     return _arguments.is_concrete(x) and getattr(x, "is_fully_addressable", True)
 
 
-def as_lengths(call: str, lengths: Any) -> Any:
+def as_lengths(lengths: Any) -> Any:
     """Returns lengths `[K]`: checked NumPy int64 if known, else a JAX array."""
-    lengths = _as_vector(call, lengths, "lengths", "K")
+    lengths = _as_vector(lengths, "lengths", "K")
     if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
-        raise _arguments.wrong(
-            call,
-            "lengths",
-            "non-negative",
-            f"{lengths[at]} for segment {at}",
-            "An empty segment has length 0.",
+        raise ValueError(
+            f"lengths must be non-negative, got {lengths[at]} for segment {at}. An "
+            "empty segment has length 0."
         )
     return lengths
 
 
-def as_offsets(call: str, offsets: Any, *, from_zero: bool = True) -> Any:
+def as_offsets(offsets: Any, *, from_zero: bool = True) -> Any:
     """Returns offsets `[K + 1]`: checked NumPy int64 if known, else a JAX array."""
-    offsets = _as_vector(call, offsets, "offsets", "K + 1")
+    offsets = _as_vector(offsets, "offsets", "K + 1")
     if offsets.shape[0] == 0:
         raise ValueError(
-            f"{call}: offsets must have K + 1 entries for K segments, got none. For "
-            "zero segments pass [0]."
+            "offsets must have K + 1 entries for K segments, got none. For zero "
+            "segments pass [0]."
         )
     if isinstance(offsets, np.ndarray):
         if from_zero and offsets[0] != 0:
             raise ValueError(
-                f"{call}: offsets must begin with 0, got {offsets[0]}. For K segments "
-                "pass K + 1 entries: 0, then the cumulative lengths."
+                f"offsets must begin with 0, got {offsets[0]}. For K segments pass K + "
+                "1 entries: 0, then the cumulative lengths."
             )
         _check_ascending(
-            f"{call}: offsets must not decrease",
+            "offsets must not decrease",
             offsets,
             "Offsets are 0, then the cumulative lengths.",
         )
     return offsets
 
 
-def as_segment_ids(call: str, segment_ids: Any, num_segments: int) -> Any:
+def as_segment_ids(segment_ids: Any, num_segments: int) -> Any:
     """Returns segment ids `[n]`, ids out of range as `num_segments`, NumPy as NumPy."""
-    ids = _arguments.as_integers(call, segment_ids, "segment_ids")
-    _check_one_axis(call, ids, "segment_ids", "n")
+    ids = _arguments.as_integers(segment_ids, "segment_ids")
+    _check_one_axis(ids, "segment_ids", "n")
     dtype = _arguments.index_dtype(num_segments)
     if isinstance(ids, np.ndarray):
         outside = (ids < 0) | (ids >= num_segments)
         return np.where(outside, num_segments, ids.astype(np.int64)).astype(dtype)
-    ids = _arguments.as_ids(call, ids, num_segments, "segment_ids")
+    ids = _arguments.as_ids(ids, num_segments, "segment_ids")
     inside = indexing.in_range(ids, num_segments)
     return jnp.where(inside, ids, _arguments.scalar(num_segments, ids))
 
 
-def check_sorted(call: str, segment_ids: Any, way_out: str) -> None:
+def check_sorted(segment_ids: Any, way_out: str) -> None:
     """Raises a ValueError if known ids decrease."""
     if is_known(segment_ids):
-        _check_ascending(
-            f"{call}: segment_ids must be sorted", np.asarray(segment_ids), way_out
-        )
+        _check_ascending("segment_ids must be sorted", np.asarray(segment_ids), way_out)
 
 
 def _check_ascending(what: str, x: np.ndarray, way_out: str) -> None:
@@ -316,37 +305,37 @@ def _check_ascending(what: str, x: np.ndarray, way_out: str) -> None:
         )
 
 
-def _check_one_axis(call: str, x: Any, name: str, axis: str) -> None:
+def _check_one_axis(x: Any, name: str, axis: str) -> None:
     if x.ndim != 1:
         raise ValueError(
-            f"{call}: {name} must have one axis, [{axis}], got shape {x.shape}. For a "
-            "batch use jax.vmap."
+            f"{name} must have one axis, [{axis}], got shape {x.shape}. For a batch "
+            "use jax.vmap."
         )
 
 
-def _as_vector(call: str, x: Any, name: str, axis: str) -> Any:
+def _as_vector(x: Any, name: str, axis: str) -> Any:
     """Returns integers `[axis]`: NumPy int64 if known, else a JAX array."""
-    x = _arguments.as_integers(call, x, name)
-    _check_one_axis(call, x, name, axis)
+    x = _arguments.as_integers(x, name)
+    _check_one_axis(x, name, axis)
     if is_known(x):
         return np.asarray(x).astype(np.int64)
     return x.astype(_index_dtype(x))
 
 
-def _ids_and_count(call: str, ids: Any, num_segments: int | None) -> tuple[Any, int]:
+def _ids_and_count(ids: Any, num_segments: int | None) -> tuple[Any, int]:
     """Returns segment ids, as a NumPy array if known, and the number of segments."""
-    ids = _as_vector(call, ids, "segment_ids", "n")
+    ids = _as_vector(ids, "segment_ids", "n")
     known = isinstance(ids, np.ndarray)
     if num_segments is None:
         if not known:
             raise ValueError(
-                f"{call}: inside jit the largest segment id is unknown, but the result "
-                "needs a static size. Pass num_segments, a static int."
+                "inside jit the largest segment id is unknown, but the result needs a "
+                "static size. Pass num_segments, a static int."
             )
         return ids, int(ids.max(initial=-1)) + 1
-    num_segments = _arguments.static_int(call, "num_segments", num_segments)
+    num_segments = _arguments.static_int("num_segments", num_segments)
     # 64-bit ids would wrap if JAX indexes with 32 bits.
-    return ids if known else _arguments.as_ids(call, ids, num_segments), num_segments
+    return ids if known else _arguments.as_ids(ids, num_segments), num_segments
 
 
 # ------------------------------------------------------------------ computing
@@ -374,12 +363,12 @@ def _index_dtype(x: Any) -> Any:
     return np.dtype(np.int64 if itemsize > 4 and _arguments.x64_enabled() else np.int32)
 
 
-def _offsets_of(call: str, lengths: Any, dtype: Any) -> jax.Array:
+def _offsets_of(lengths: Any, dtype: Any) -> jax.Array:
     if isinstance(lengths, np.ndarray):
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         if offsets[-1] > np.iinfo(dtype).max:
             raise ValueError(
-                f"{call}: the lengths sum to {offsets[-1]}, which overflows int32. Set "
+                f"the lengths sum to {offsets[-1]}, which overflows int32. Set "
                 "jax_enable_x64, or split the data."
             )
         return jnp.asarray(offsets.astype(dtype))

@@ -41,17 +41,17 @@ def map_leaves(array: Callable, nested: Callable, values: Any) -> Any:
 # ------------------------------------------------------------------ checks
 
 
-def as_elements(call: str, values: Any) -> Any:
+def as_elements(values: Any) -> Any:
     """Returns `values` with JAX or NumPy arrays as leaves."""
 
     def as_leaf(path, x):
         name = f"values{jax.tree_util.keystr(path)}"
-        return x if is_nested(x) else as_array(call, x, name)
+        return x if is_nested(x) else as_array(x, name)
 
     return jax.tree_util.tree_map_with_path(as_leaf, values, is_leaf=is_leaf)
 
 
-def as_array(call: str, x: Any, name: str) -> jax.Array | np.ndarray:
+def as_array(x: Any, name: str) -> jax.Array | np.ndarray:
     """Returns `x` as a JAX or NumPy array with at least one axis, or raises."""
     found = _arguments.kind_of(x)
     if not isinstance(x, (jax.Array, np.ndarray)):
@@ -64,22 +64,18 @@ def as_array(call: str, x: Any, name: str) -> jax.Array | np.ndarray:
     if x is not None and x.dtype == object:  # strings, or integers of over 64 bits
         x, found = None, "an array of Python objects"
     if x is None:
-        raise _arguments.wrong_type(
-            call,
-            name,
-            "an array of numbers",
-            found,
-            "For lists of unequal lengths use SegmentTensor.from_lists.",
+        raise TypeError(
+            f"{name} must be an array of numbers, got {found}. For lists of unequal "
+            "lengths use SegmentTensor.from_lists."
         )
     if x.ndim == 0:
         raise ValueError(
-            f"{call}: {name} must have at least one axis (elements or segments), got a "
-            "scalar."
+            f"{name} must have at least one axis (elements or segments), got a scalar."
         )
-    return narrow(call, x, name)
+    return narrow(x, name)
 
 
-def narrow(call: str, x: Any, name: str) -> Any:
+def narrow(x: Any, name: str) -> Any:
     """Casts NumPy integers to JAX's dtype, or raises if they would wrap."""
     if not isinstance(x, np.ndarray) or x.dtype.kind not in "iu":
         return x
@@ -89,13 +85,13 @@ def narrow(call: str, x: Any, name: str) -> Any:
         low, high = x.min(), x.max()
         if low < limits.min or high > limits.max:
             raise ValueError(
-                f"{call}: {name} must fit in {dtype}, got integers from {low} to "
-                f"{high}. Set jax_enable_x64, or map or hash them to 32 bits first."
+                f"{name} must fit in {dtype}, got integers from {low} to {high}. Set "
+                "jax_enable_x64, or map or hash them to 32 bits first."
             )
     return x.astype(dtype, copy=False)
 
 
-def check_count(call: str, values: Any, want: Any = None, other: str = "") -> int:
+def check_count(values: Any, want: Any = None, other: str = "") -> int:
     """Returns the number of elements; raises unless all leaves have it, and `want`."""
     for path, x in leaves_with_path(values):
         shape = getattr(x, "shape", ())
@@ -105,18 +101,18 @@ def check_count(call: str, values: Any, want: Any = None, other: str = "") -> in
             want, other = found, f"values{name}"
         if found != want:
             raise ValueError(
-                f"{call}: values{name} must have as many elements as {other}, {want}, "
-                f"got {found}. All leaves must have the same first axis; the elements "
-                "of a nested SegmentTensor are its segments."
+                f"values{name} must have as many elements as {other}, {want}, got "
+                f"{found}. All leaves must have the same first axis; the elements of a "
+                "nested SegmentTensor are its segments."
             )
     if want is None:
-        raise _arguments.wrong(
-            call, "values", "an array [n, ...] or a pytree of such arrays", "no array"
+        raise ValueError(
+            "values must be an array [n, ...] or a pytree of such arrays, got no array."
         )
     return want
 
 
-def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None:
+def check_fits(values: Any, need: Any, n: int, capacity: int) -> None:
     """Raises if `need` elements exceed `capacity`, or may, and NaN cannot report it.
 
     Args:
@@ -125,16 +121,16 @@ def check_fits(call: str, values: Any, need: Any, n: int, capacity: int) -> None
     if isinstance(need, int):
         if need > capacity:
             raise ValueError(
-                f"{call}: {need} elements do not fit in capacity={capacity}. Pass "
+                f"{need} elements do not fit in capacity={capacity}. Pass "
                 f"capacity={need} or more, or omit it."
             )
     elif _arguments.may_exceed(n, capacity) and not any(
         map(_has_nan, jax.tree.leaves(values))
     ):
         raise ValueError(
-            f"{call}: capacity={capacity} may be too small for {n} elements, and inside"
-            " jit integers cannot become NaN to report it. Pass "
-            f"capacity={n} or more, or omit it."
+            f"capacity={capacity} may be too small for {n} elements, and inside jit "
+            f"integers cannot become NaN to report it. Pass capacity={n} or more, or "
+            "omit it."
         )
 
 

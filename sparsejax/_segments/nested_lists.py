@@ -35,81 +35,78 @@ class Level:
 # ------------------------------------------------------------------ from lists
 
 
-def read(call: str, lists: Any, dtype: Any) -> Level:
+def read(lists: Any, dtype: Any) -> Level:
     """Returns the levels of nested lists, or of a dict of them.
 
     The innermost numbers are cast to `dtype`.
     """
     if isinstance(lists, dict):
-        return _join(call, {k: read(call, v, dtype) for k, v in lists.items()})
+        return _join({k: read(v, dtype) for k, v in lists.items()})
     if not isinstance(lists, (list, tuple)) and not _is_array(lists):
-        raise _not_lists(call, _arguments.kind_of(lists))
+        raise _not_lists(_arguments.kind_of(lists))
     segments = list(lists)
     kinds = {_kind(s) for s in _one_of_each_type(segments)}
     if kinds == {"dict"}:
-        return _read_maps(call, segments, dtype)
+        return _read_maps(segments, dtype)
     if "dict" in kinds:
-        raise _mixed(call, segments)
+        raise _mixed(segments)
     if "number" in kinds:
         number = next(s for s in segments if _kind(s) == "number")
-        raise _not_lists(call, f"{_arguments.kind_of(number)} for a segment")
+        raise _not_lists(f"{_arguments.kind_of(number)} for a segment")
     lengths = np.fromiter(map(len, segments), np.int64, len(segments))
     if "array" in kinds:
-        return Level(_join_arrays(call, segments, dtype), lengths)
+        return Level(_join_arrays(segments, dtype), lengths)
     items = list(itertools.chain.from_iterable(segments))
     kinds = {_kind(x) == "number" for x in _one_of_each_type(items)}
     if kinds == {False}:
-        return Level(read(call, items, dtype), lengths)
+        return Level(read(items, dtype), lengths)
     if len(kinds) > 1:
-        raise _mixed(call, items)
-    return Level(_as_numbers(call, items, dtype), lengths)
+        raise _mixed(items)
+    return Level(_as_numbers(items, dtype), lengths)
 
 
-def _not_lists(call: str, found: str) -> TypeError:
+def _not_lists(found: str) -> TypeError:
     return TypeError(
-        f"{call}: lists must be a list of segments, and each segment a list or array "
-        f"of elements, got {found}. Write one element as [x], and none as []."
+        "lists must be a list of segments, and each segment a list or array of "
+        f"elements, got {found}. Write one element as [x], and none as []."
     )
 
 
-def _mixed(call: str, items: list) -> TypeError:
+def _mixed(items: list) -> TypeError:
     return TypeError(
-        f"{call}: the elements of a level must be all numbers, all lists or all dicts, "
-        f"got a mix of {_type_names(items)}."
+        "the elements of a level must be all numbers, all lists or all dicts, got a "
+        f"mix of {_type_names(items)}."
     )
 
 
-def _read_maps(call: str, maps: list, dtype: Any) -> Level:
+def _read_maps(maps: list, dtype: Any) -> Level:
     for kind in set(map(type, itertools.chain.from_iterable(maps))):
         if not issubclass(kind, (int, np.integer)) or kind is bool:
-            raise _arguments.wrong_type(
-                call,
-                "the keys of a map",
-                "integers",
-                f"{kind.__name__}",
-                "For elements with several values, pass a dict of nested lists, not a "
-                "list of dicts.",
+            raise TypeError(
+                f"the keys of a map must be integers, got {kind.__name__}. For "
+                "elements with several values, pass a dict of nested lists, not a "
+                "list of dicts."
             )
-    keys = read(call, [list(m) for m in maps], None)
-    of_keys = read(call, [list(m.values()) for m in maps], dtype)
+    keys = read([list(m) for m in maps], None)
+    of_keys = read([list(m.values()) for m in maps], dtype)
     name = "ids" if isinstance(of_keys.values, Level) else "value"
     return Level({"key": keys.values, name: of_keys.values}, keys.lengths)
 
 
-def _join(call: str, parts: dict) -> Level:
+def _join(parts: dict) -> Level:
     if not parts:
-        raise _not_lists(call, "an empty dict")
+        raise _not_lists("an empty dict")
     (first, level), *others = parts.items()
     for name, other in others:
         if not np.array_equal(other.lengths, level.lengths):
             raise ValueError(
-                f"{call}: all entries of a dict must have the same segment lengths, "
-                f"but {name!r} and {first!r} differ."
+                "all entries of a dict must have the same segment lengths, but "
+                f"{name!r} and {first!r} differ."
             )
     return Level({name: part.values for name, part in parts.items()}, level.lengths)
 
 
-def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
+def _join_arrays(segments: list, dtype: Any) -> np.ndarray:
     # Some of the arrays may be empty lists, which have no dtype.
     typed = [s for s in segments if len(s) or _is_array(s)]
     try:
@@ -117,13 +114,13 @@ def _join_arrays(call: str, segments: list, dtype: Any) -> np.ndarray:
     except ValueError:
         shapes = " and ".join(sorted({str(np.shape(s)) for s in typed}))
         raise TypeError(
-            f"{call}: the arrays of a level must have equal shapes except along the "
-            f"first axis, got {shapes}."
+            "the arrays of a level must have equal shapes except along the first "
+            f"axis, got {shapes}."
         ) from None
-    return _as_numbers(call, joined, dtype)
+    return _as_numbers(joined, dtype)
 
 
-def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
+def _as_numbers(items: Any, dtype: Any) -> np.ndarray:
     if dtype is None and len(items) == 0 and not _is_array(items):
         dtype = np.int32  # most lists hold ids
     try:
@@ -131,32 +128,29 @@ def _as_numbers(call: str, items: Any, dtype: Any) -> np.ndarray:
     except (TypeError, ValueError, OverflowError, jax.errors.JAXTypeError):
         x = np.zeros((), object)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.number)):
-        raise _arguments.wrong_type(
-            call,
-            "elements",
-            "concrete numbers of at most 64 bits",
-            _type_names(items),
-            "Inside jit, use from_lengths.",
+        raise TypeError(
+            "elements must be concrete numbers of at most 64 bits, got "
+            f"{_type_names(items)}. Inside jit, use from_lengths."
         )
     if dtype is not None:
-        x = _cast(call, x, np.dtype(dtype))
-    x = _elements.narrow(call, x, "lists")
+        x = _cast(x, np.dtype(dtype))
+    x = _elements.narrow(x, "lists")
     return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False)
 
 
-def _cast(call: str, x: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Casts `x`, or raises if an integer would wrap or a float be truncated."""
     if not jnp.issubdtype(dtype, jnp.integer):
         return x.astype(dtype)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
         raise TypeError(
-            f"{call}: dtype={dtype} would truncate elements of type {x.dtype.name}. "
-            "Round them first, or omit dtype."
+            f"dtype={dtype} would truncate elements of type {x.dtype.name}. Round them "
+            "first, or omit dtype."
         )
     limits = jnp.iinfo(dtype)
     if x.size and (x.min() < limits.min or x.max() > limits.max):
         raise ValueError(
-            f"{call}: {dtype} cannot hold all elements, got integers from {x.min()} to "
+            f"{dtype} cannot hold all elements, got integers from {x.min()} to "
             f"{x.max()}. Use a wider dtype, omit it, or map the values to smaller ones."
         )
     return x.astype(dtype)
@@ -191,14 +185,13 @@ def _type_names(items: Any) -> str:
 # ------------------------------------------------------------------ to lists
 
 
-def write(call: str, values: Any, segment_ids: Any, num_segments: int) -> Any:
+def write(values: Any, segment_ids: Any, num_segments: int) -> Any:
     """Returns each array of `values` as lists, one list of elements per segment."""
     known = [segment_ids, *jax.tree.leaves(values)]
     if not all(map(conversions.is_known, known)):
         raise TypeError(
-            f"{call}: inside jit the values are unknown, so they cannot become lists. "
-            "Return the SegmentTensor from the jitted function, and call .to_lists() "
-            "outside."
+            "inside jit the values are unknown, so they cannot become lists. Return "
+            "the SegmentTensor from the jitted function, and call .to_lists() outside."
         )
     ids = np.asarray(segment_ids)
     ends = np.cumsum(np.bincount(ids, minlength=num_segments + 1)[:num_segments])

@@ -19,7 +19,6 @@ from sparsejax._rows import indexing
 from sparsejax._segments import SegmentTensor, elements
 
 
-_PACK = "sparsejax.pack_segments"
 _UNPACK = "sparsejax.unpack_segments"
 
 
@@ -62,21 +61,18 @@ def pack_segments(
       Caffe2, `PackSegments` (`max_length`, `return_presence_mask`).
     """
     if not isinstance(st, SegmentTensor):
-        raise _arguments.wrong_type(
-            _PACK,
-            "st",
-            "a SegmentTensor",
-            _arguments.kind_of(st),
-            "Make one with SegmentTensor.from_lengths(data, lengths).",
+        raise TypeError(
+            f"st must be a SegmentTensor, got {_arguments.kind_of(st)}. Make one with "
+            "SegmentTensor.from_lengths(data, lengths)."
         )
     if any(
         elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
     ):
         raise TypeError(
-            f"{_PACK}: the values of st contain a SegmentTensor. Pack the inner one "
-            "first, and use the result as values."
+            "the values of st contain a SegmentTensor. Pack the inner one first, and "
+            "use the result as values."
         )
-    max_length = _arguments.static_int(_PACK, "max_length", max_length)
+    max_length = _arguments.static_int("max_length", max_length)
     packed = st.to_padded(max_length, 0)
     if not return_mask:
         return packed
@@ -113,22 +109,20 @@ def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
       Caffe2, `UnpackSegments`.
     """
     is_list = lambda x: isinstance(x, list)  # an array, never a node of the tree
-    as_array = lambda x: _arguments.to_array(_UNPACK, x, "padded")
+    as_array = lambda x: _arguments.to_array(x, "padded")
     padded = jax.tree.map(as_array, padded, is_leaf=is_list)
     shapes = {x.shape[:2] for x in jax.tree.leaves(padded)}
     if len(shapes) != 1 or any(len(shape) != 2 for shape in shapes):
-        raise _arguments.wrong(
-            _UNPACK,
-            "padded",
-            "an array [S, L, ...], or a tree of such arrays with equal S and L",
-            f"shapes {[x.shape for x in jax.tree.leaves(padded)]}",
+        raise ValueError(
+            "padded must be an array [S, L, ...], or a tree of such arrays with equal "
+            f"S and L, got shapes {[x.shape for x in jax.tree.leaves(padded)]}."
         )
     ((rows, width),) = shapes
-    lengths = _arguments.as_integers(_UNPACK, lengths, "lengths")
+    lengths = _arguments.as_integers(lengths, "lengths")
     if lengths.shape != (rows,):
         raise ValueError(
-            f"{_UNPACK}: lengths must have shape [{rows}], one for each row of padded, "
-            f"got {lengths.shape}."
+            f"lengths must have shape [{rows}], one for each row of padded, got "
+            f"{lengths.shape}."
         )
     capacity = rows * width
     if _arguments.is_concrete(lengths):

@@ -98,14 +98,13 @@ class SegmentTensor:
     ):
         # Only users call this: pytree code goes through `tree_unflatten`, whose
         # children may be tracers, ShapeDtypeStructs or placeholders.
-        call = "SegmentTensor"
-        num_segments = _arguments.static_int(call, "num_segments", num_segments)
-        ids = conversions.as_segment_ids(call, segment_ids, num_segments)
+        num_segments = _arguments.static_int("num_segments", num_segments)
+        ids = conversions.as_segment_ids(segment_ids, num_segments)
         if is_sorted:
             way_out = "Leave is_sorted out, or sort them first."
-            conversions.check_sorted(call, ids, way_out)
-        values = elements.as_elements(call, values)
-        elements.check_count(call, values, ids.shape[0], "segment_ids")
+            conversions.check_sorted(ids, way_out)
+        values = elements.as_elements(values)
+        elements.check_count(values, ids.shape[0], "segment_ids")
         values = elements.map_leaves(jnp.asarray, lambda x: x, values)
         ids = jnp.asarray(ids)
         self._set(values, ids, num_segments, bool(is_sorted))
@@ -219,9 +218,8 @@ class SegmentTensor:
         References:
           Caffe2, values with lengths.
         """
-        call = "SegmentTensor.from_lengths"
-        lengths = conversions.as_lengths(call, lengths)
-        return cls._from_lengths(call, values, lengths, True, capacity)
+        lengths = conversions.as_lengths(lengths)
+        return cls._from_lengths(values, lengths, True, capacity)
 
     @classmethod
     def from_offsets(
@@ -245,9 +243,7 @@ class SegmentTensor:
           >>> sj.SegmentTensor.from_offsets(jnp.array([10, 11, 101]), [0, 2, 2, 3])
           SegmentTensor([[10 11] [] [101]], int32, num_segments=3, capacity=3)
         """
-        return cls._from_offsets(
-            "SegmentTensor.from_offsets", values, offsets, capacity
-        )
+        return cls._from_offsets(values, offsets, capacity)
 
     @classmethod
     def from_segment_ids(
@@ -298,21 +294,20 @@ class SegmentTensor:
         References:
           Caffe2, padded representation.
         """
-        call = "SegmentTensor.from_padded"
-        padded = elements.as_array(call, padded, "padded")
+        padded = elements.as_array(padded, "padded")
         if padded.ndim < 2:
             raise ValueError(
-                f"{call}: padded must have shape [S, L] or [S, L, ...], one row per "
-                f"segment, got {padded.shape}."
+                "padded must have shape [S, L] or [S, L, ...], one row per segment, "
+                f"got {padded.shape}."
             )
-        filler = _as_filler(call, filler, padded.dtype)
+        filler = _as_filler(filler, padded.dtype)
         is_nan = filler != filler
         differs = padded == padded if is_nan else padded != filler
         mask = differs.any(axis=tuple(range(2, padded.ndim))).reshape(-1)
-        positions, count = _positions(call, mask, capacity)
+        positions, count = _positions(mask, capacity)
         size = positions.shape[0]
         flat = padded.reshape(mask.shape[0], *padded.shape[2:])
-        elements.check_fits(call, flat, count, mask.shape[0], size)
+        elements.check_fits(flat, count, mask.shape[0], size)
         values = _gather(flat, positions)
         if not isinstance(count, int):
             values = elements.nan_unless(count <= size, values)
@@ -346,39 +341,33 @@ class SegmentTensor:
         References:
           Caffe2, sparse tensor, `DenseVectorToIdList`.
         """
-        call = "SegmentTensor.from_multi_hot"
-        multi_hot = elements.as_array(call, multi_hot, "multi_hot")
+        multi_hot = elements.as_array(multi_hot, "multi_hot")
         hot = multi_hot.dtype == bool
         if multi_hot.ndim != 2 or not (
             hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
         ):
-            raise _arguments.wrong(
-                call,
-                "multi_hot",
-                "integers or booleans [S, V] (the count of each id)",
-                f"{multi_hot.dtype} of shape {multi_hot.shape}",
-                "For ids with weights use from_csr.",
+            raise ValueError(
+                "multi_hot must be integers or booleans [S, V] (the count of each "
+                f"id), got {multi_hot.dtype} of shape {multi_hot.shape}. For ids with "
+                "weights use from_csr."
             )
         if not hot and not conversions.is_known(multi_hot):
             raise ValueError(
-                f"{call}: inside jit the sum of {multi_hot.dtype} counts is unknown, "
-                "but the result needs a static size. If no id occurs twice, pass "
-                "booleans, multi_hot > 0."
+                f"inside jit the sum of {multi_hot.dtype} counts is unknown, but the "
+                "result needs a static size. If no id occurs twice, pass booleans, "
+                "multi_hot > 0."
             )
         if not hot and np.asarray(multi_hot).min(initial=0) < 0:
-            raise _arguments.wrong(
-                call,
-                "multi_hot",
-                "non-negative counts",
-                f"{multi_hot.min()}",
-                "For a mask use multi_hot > 0.",
+            raise ValueError(
+                f"multi_hot must be non-negative counts, got {multi_hot.min()}. For a "
+                "mask use multi_hot > 0."
             )
         counts = multi_hot.reshape(-1)
-        positions, count = _positions(call, counts, capacity)
+        positions, count = _positions(counts, capacity)
         ids = _rows_of(positions, multi_hot.shape)
         columns = _compat.max_dim(multi_hot.shape[1], 1)
         values = positions % _arguments.scalar(columns, positions)
-        elements.check_fits(call, values, count, counts.shape[0], values.shape[0])
+        elements.check_fits(values, count, counts.shape[0], values.shape[0])
         return cls._make_unchecked(values, ids, multi_hot.shape[0], True)
 
     @classmethod
@@ -424,10 +413,9 @@ class SegmentTensor:
           Caffe2, nested segments, `LIST<MAP<INT, LIST<INT>>>`; TensorFlow,
           `tf.ragged.constant`.
         """
-        call = "SegmentTensor.from_lists"
-        level = nested_lists.read(call, lists, dtype)
-        sizes = _as_sizes(call, "capacity", capacity)
-        return cls._from_level(call, level, sizes, None)
+        level = nested_lists.read(lists, dtype)
+        sizes = _as_sizes("capacity", capacity)
+        return cls._from_level(level, sizes, None)
 
     @classmethod
     def from_csr(
@@ -462,7 +450,6 @@ class SegmentTensor:
           >>> sj.SegmentTensor.from_csr([0, 2, 2, 3], [7, 9, 8])
           SegmentTensor([[7 9] [] [8]], int32, num_segments=3, capacity=3)
         """
-        call = "SegmentTensor.from_csr"
         forms = (
             "Call from_csr(indptr, indices), from_csr(indptr, indices, data), or "
             "from_csr(matrix) with a CSR or BCSR matrix."
@@ -470,58 +457,53 @@ class SegmentTensor:
         pointers: Any = indptr
         if hasattr(indptr, "indptr"):
             if indices is not None or data is not None:
-                raise TypeError(f"{call}: got both a matrix and indices. {forms}")
+                raise TypeError(f"got both a matrix and indices. {forms}")
             name = getattr(indptr, "format", "csr")
             if name != "csr":  # scipy's CSC and BSR have attributes of the same names
-                raise _arguments.wrong(
-                    call,
-                    "the matrix",
-                    "in CSR format",
-                    f"{name.upper()}",
-                    "Convert it with .tocsr().",
+                raise ValueError(
+                    f"the matrix must be in CSR format, got {name.upper()}. Convert it "
+                    "with .tocsr()."
                 )
             indices, data = pointers.indices, pointers.data
             pointers = pointers.indptr
         elif indices is None:
             raise TypeError(
-                f"{call}: indices are missing, and {_arguments.kind_of(indptr)} is not "
-                f"a CSR matrix. {forms}"
+                f"indices are missing, and {_arguments.kind_of(indptr)} is not a CSR "
+                f"matrix. {forms}"
             )
         if np.ndim(pointers) != 1:
             raise ValueError(
-                f"{call}: indptr must have one axis, got shape {np.shape(pointers)}. "
-                "For a batch of matrices use jax.vmap."
+                f"indptr must have one axis, got shape {np.shape(pointers)}. For a "
+                "batch of matrices use jax.vmap."
             )
-        index = _arguments.as_integers(call, indices, "indices")
+        index = _arguments.as_integers(indices, "indices")
         values = index if data is None else {"index": index, "value": data}
-        return cls._from_offsets(call, values, pointers, capacity)
+        return cls._from_offsets(values, pointers, capacity)
 
     @classmethod
-    def _from_offsets(
-        cls, call: str, values: Any, offsets: Any, capacity: int | None
-    ) -> Self:
-        offsets = conversions.as_offsets(call, offsets)
+    def _from_offsets(cls, values: Any, offsets: Any, capacity: int | None) -> Self:
+        offsets = conversions.as_offsets(offsets)
         diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
         valid = offsets[0] == 0
-        return cls._from_lengths(call, values, diff(offsets), valid, capacity)
+        return cls._from_lengths(values, diff(offsets), valid, capacity)
 
     @classmethod
     def _from_lengths(
-        cls, call: str, values: Any, lengths: Any, valid: Any, capacity: int | None
+        cls, values: Any, lengths: Any, valid: Any, capacity: int | None
     ) -> Self:
         """Makes one from checked lengths; `valid` is for traced lengths."""
-        values = elements.as_elements(call, values)
-        n = elements.check_count(call, values)
-        size = n if capacity is None else _arguments.check_capacity(call, capacity)
+        values = elements.as_elements(values)
+        n = elements.check_count(values)
+        size = n if capacity is None else _arguments.check_capacity(capacity)
         known = isinstance(lengths, np.ndarray)
         total = int(lengths.sum()) if known else lengths.sum()
         if known and total > n:
             raise ValueError(
-                f"{call}: the segments have {total} elements in all, but values has "
-                f"only {n}. The sum of lengths, or the last offset, must not exceed "
-                "the number of elements."
+                f"the segments have {total} elements in all, but values has only {n}. "
+                "The sum of lengths, or the last offset, must not exceed the number "
+                "of elements."
             )
-        elements.check_fits(call, values, total, n, size)
+        elements.check_fits(values, total, n, size)
         if not known:
             valid = valid & jnp.all(lengths >= 0) & (total <= min(n, size))
             values = elements.nan_unless(valid, values)
@@ -533,7 +515,6 @@ class SegmentTensor:
     @classmethod
     def _from_level(
         cls,
-        call: str,
         level: nested_lists.Level,
         sizes: tuple[int | None, ...],
         num_segments: int | None,
@@ -541,17 +522,17 @@ class SegmentTensor:
         """Makes one from a level of lists, with empty segments up to `num_segments`."""
         need, size, *inner = int(level.lengths.sum()), *sizes, None
         n = need if size is None else size
-        elements.check_fits(call, (), need, need, n)
+        elements.check_fits((), need, need, n)
 
         def as_values(x):
             if isinstance(x, nested_lists.Level):
-                return cls._from_level(call, x, tuple(inner), n)
+                return cls._from_level(x, tuple(inner), n)
             return {k: as_values(v) for k, v in x.items()} if isinstance(x, dict) else x
 
         lengths = level.lengths
         if num_segments is not None:
             lengths = np.pad(lengths, (0, num_segments - lengths.size))
-        return cls._from_lengths(call, as_values(level.values), lengths, True, n)
+        return cls._from_lengths(as_values(level.values), lengths, True, n)
 
     # -- to other representations ------------------------------------------------
 
@@ -572,9 +553,8 @@ class SegmentTensor:
           >>> sj.SegmentTensor.from_lists([[1, 2], [3]]).map(lambda ids: ids * 2)
           SegmentTensor([[2 4] [6]], int32, num_segments=2, capacity=3)
         """
-        call = "SegmentTensor.map"
         values = elements.map_leaves(f, lambda x: x.map(f), self.values)
-        elements.check_count(call, values, self.capacity, "the SegmentTensor")
+        elements.check_count(values, self.capacity, "the SegmentTensor")
         return self._make_unchecked(
             values, self.segment_ids, self.num_segments, self.is_sorted
         )
@@ -612,17 +592,16 @@ class SegmentTensor:
         References:
           Caffe2, padded representation; TensorFlow, `RaggedTensor.to_tensor`.
         """
-        call = "SegmentTensor.to_padded"
-        sizes = _as_sizes(call, "max_length", max_length)
+        sizes = _as_sizes("max_length", max_length)
         longest, *inner = *sizes, None
         st, lengths = self.sort(), self.lengths
         known = conversions.is_known(lengths)
         if longest is None:
             if not known:
                 raise ValueError(
-                    f"{call}: inside jit the length of the longest segment is unknown, "
-                    "but the result needs a static size. Pass max_length, an int, or "
-                    "for nested segments one int per level."
+                    "inside jit the length of the longest segment is unknown, but the "
+                    "result needs a static size. Pass max_length, an int, or for "
+                    "nested segments one int per level."
                 )
             longest = int(np.asarray(lengths).max(initial=0))
         # The position of each entry [S, L] in the sorted elements; n for the padding.
@@ -635,7 +614,7 @@ class SegmentTensor:
         )
 
         def pad(x):
-            value = _as_filler(call, filler, x.dtype)
+            value = _as_filler(filler, x.dtype)
             rows = indexing.take_rows(x, jnp.asarray(positions))
             return jnp.where(indexing.append_axes(filled, rows.ndim), rows, value)
 
@@ -659,10 +638,7 @@ class SegmentTensor:
           >>> sj.SegmentTensor.from_segment_ids(values, [1, 0, 1], 2).to_lists()
           {'id': [[8], [7, 9]], 'score': [[0.5], [1.0, 2.0]]}
         """
-        call = "SegmentTensor.to_lists"
-        return nested_lists.write(
-            call, self.values, self.segment_ids, self.num_segments
-        )
+        return nested_lists.write(self.values, self.segment_ids, self.num_segments)
 
     def to_multi_hot(self, num_ids: int) -> jax.Array:
         """The number of occurrences of each id in each segment.
@@ -688,19 +664,15 @@ class SegmentTensor:
         References:
           Caffe2, sparse tensor, `SegmentOneHot`.
         """
-        call = "SegmentTensor.to_multi_hot"
-        num_ids = _arguments.static_int(call, "num_ids", num_ids)
+        num_ids = _arguments.static_int("num_ids", num_ids)
         values = self.values
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
-            raise _arguments.wrong_type(
-                call,
-                "values",
-                "one array of integer ids [n]",
-                f"{self!r}",
-                "Make a SegmentTensor of only the ids: "
-                "from_segment_ids(st.values['ids'], st.segment_ids, st.num_segments).",
+            raise TypeError(
+                f"values must be one array of integer ids [n], got {self!r}. Make a "
+                "SegmentTensor of only the ids: from_segment_ids(st.values['ids'], "
+                "st.segment_ids, st.num_segments)."
             )
-        ids = _arguments.as_ids(call, values, num_ids, "values")
+        ids = _arguments.as_ids(values, num_ids, "values")
         counts = jnp.zeros((self.num_segments, num_ids), jnp.int32)
         return counts.at[self.segment_ids, ids].add(
             jnp.ones(ids.shape, jnp.int32), mode="drop", wrap_negative_indices=False
@@ -752,18 +724,18 @@ class SegmentTensor:
 # ------------------------------------------------------------------ private
 
 
-def _as_sizes(call: str, name: str, sizes: Any) -> tuple[int | None, ...]:
+def _as_sizes(name: str, sizes: Any) -> tuple[int | None, ...]:
     """Returns `sizes`, an int or None or one per level, as a non-empty tuple."""
     if not isinstance(sizes, (tuple, list)):
         sizes = (sizes,)
     hint = "For nested segments pass one int or None per level, outermost first."
     return tuple(
-        x if x is None else _arguments.static_int(call, name, x, 0, hint)
+        x if x is None else _arguments.static_int(name, x, 0, hint)
         for x in sizes or (None,)
     )
 
 
-def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
+def _as_filler(filler: Any, dtype: Any) -> np.ndarray:
     """Returns `filler` in the dtype of the values, or raises if it cannot be cast."""
     try:
         found, value = np.asarray(filler).item(), np.array(filler, dtype)
@@ -772,14 +744,13 @@ def _as_filler(call: str, filler: Any, dtype: Any) -> np.ndarray:
     rounds = jnp.issubdtype(dtype, jnp.inexact)  # NaN, and 0.1 in float32
     if value is None or not (rounds or value.item() == found):
         raise ValueError(
-            f"{call}: filler={_arguments.show(filler)} cannot be represented in "
-            f"{dtype}, the dtype of the values. Pass a value of that dtype that no "
-            "element has."
+            f"filler={_arguments.show(filler)} cannot be represented in {dtype}, the "
+            "dtype of the values. Pass a value of that dtype that no element has."
         )
     return value
 
 
-def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
+def _positions(counts: Any, capacity: int | None) -> tuple[Any, Any]:
     """Repeats each position of `counts` [n] by its count, and pads with n.
 
     Returns:
@@ -789,7 +760,7 @@ def _positions(call: str, counts: Any, capacity: int | None) -> tuple[Any, Any]:
     """
     n = counts.shape[0]
     if capacity is not None:
-        capacity = _arguments.check_capacity(call, capacity)
+        capacity = _arguments.check_capacity(capacity)
     if conversions.is_known(counts):
         found = np.repeat(np.arange(n, dtype=np.int32), np.asarray(counts))
         kept = found[:capacity]

@@ -19,7 +19,6 @@ from sparsejax._rows import merge
 from sparsejax._segments import SegmentTensor, elements
 
 
-_UNIQUE = "sparsejax.unique"
 _PARTITION = "sparsejax.partition"
 
 
@@ -58,8 +57,8 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     References:
       Caffe2, `Unique`; `jax.numpy.unique(size=)`.
     """
-    ids = _keys(_UNIQUE, ids)
-    size = _arguments.check_capacity(_UNIQUE, size, "size")
+    ids = _keys(ids)
+    size = _arguments.check_capacity(size, "size")
     largest = int(jnp.iinfo(ids.dtype).max)
     flat = ids.reshape(-1)
     # The plan treats `largest` as an empty slot. As an id it comes last, right before
@@ -107,8 +106,8 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
     References:
       Caffe2, `Partition`.
     """
-    num_parts = _arguments.static_int(_PARTITION, "num_parts", num_parts, 1)
-    flat = _keys(_PARTITION, ids).reshape(-1)
+    num_parts = _arguments.static_int("num_parts", num_parts, 1)
+    flat = _keys(ids).reshape(-1)
     wide = _arguments.index_dtype(num_parts, flat.dtype)
     part = jnp.remainder(flat.astype(wide), np.array(num_parts, wide))
     part = part.astype(_arguments.index_dtype(num_parts))
@@ -123,7 +122,7 @@ def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
 # ------------------------------------------------------------------ private
 
 
-def _keys(call: str, ids: Any) -> jax.Array:
+def _keys(ids: Any) -> jax.Array:
     """Returns ids as a JAX array, or raises if JAX would truncate them to 32 bits."""
-    ids = _arguments.as_integers(call, ids)
-    return jnp.asarray(elements.narrow(call, ids, "ids"))
+    ids = _arguments.as_integers(ids)
+    return jnp.asarray(elements.narrow(ids, "ids"))

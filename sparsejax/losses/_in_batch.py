@@ -12,9 +12,6 @@ from sparsejax._segments import elements
 from sparsejax.losses import _scores
 
 
-_CALL = "sparsejax.losses.in_batch_softmax_loss"
-
-
 def in_batch_softmax_loss(
     queries: ArrayLike,
     candidates: ArrayLike,
@@ -70,41 +67,41 @@ def in_batch_softmax_loss(
       Recommendations"; Yang et al., 2020, "Mixed Negative Sampling"; TensorFlow
       Recommenders, `tfrs.tasks.Retrieval`.
     """
-    queries = _arguments.as_floats(_CALL, queries, "queries")
-    candidates = _arguments.as_floats(_CALL, candidates, "candidates")
+    queries = _arguments.as_floats(queries, "queries")
+    candidates = _arguments.as_floats(candidates, "candidates")
     is_matrix = queries.ndim == 2 and candidates.ndim == 2
     if not is_matrix or queries.shape[1] != candidates.shape[1]:
         found = f"shapes {queries.shape} and {candidates.shape}"
         want = "[B, D] and candidates [C, D]"
-        raise _arguments.wrong(_CALL, "queries", want, found)
+        raise ValueError(f"queries must be {want}, got {found}.")
     size, count = queries.shape[0], candidates.shape[0]
     if count < size:
         raise ValueError(
-            f"{_CALL}: each query needs a candidate of its own, got {size} queries and "
-            f"{count} candidates. Row i of candidates belongs to row i of queries."
+            f"each query needs a candidate of its own, got {size} queries and {count} "
+            "candidates. Row i of candidates belongs to row i of queries."
         )
     scores = _scores.products("bd,cd->bc", queries, candidates)
     if isinstance(temperature, (int, float, np.number)) and not temperature > 0:
         found = _arguments.show(temperature)
-        raise _arguments.wrong(_CALL, "temperature", "positive", found)
-    scores /= _scores.as_scalar(_CALL, temperature, "temperature", scores.dtype)
+        raise ValueError(f"temperature must be positive, got {found}.")
+    scores /= _scores.as_scalar(temperature, "temperature", scores.dtype)
     if log_q is not None:
-        log_q = _arguments.as_floats(_CALL, log_q, "log_q")
+        log_q = _arguments.as_floats(log_q, "log_q")
         scores -= _of_candidates("log_q", log_q, count).astype(scores.dtype)[None]
 
     own = jnp.eye(size, count, dtype=bool)
     is_negative = ~own
     if candidate_ids is not None:
-        ids = _arguments.as_integers(_CALL, candidate_ids, "candidate_ids")
-        ids = jnp.asarray(elements.narrow(_CALL, ids, "candidate_ids"))
+        ids = _arguments.as_integers(candidate_ids, "candidate_ids")
+        ids = jnp.asarray(elements.narrow(ids, "candidate_ids"))
         ids = _of_candidates("candidate_ids", ids, count)
         is_negative &= ids[:size, None] != ids[None]
-    where = _scores.as_mask(_CALL, where, (size, count))
+    where = _scores.as_mask(where, (size, count))
     if where is not None:
         is_negative &= where
     right = jnp.diagonal(scores)
     if num_hard_negatives is not None:
-        n = _arguments.static_int(_CALL, "num_hard_negatives", num_hard_negatives, 1)
+        n = _arguments.static_int("num_hard_negatives", num_hard_negatives, 1)
         others = jnp.where(is_negative, scores, -jnp.inf)
         hardest, _ = jax.lax.top_k(others, _compat.min_dim(n, count))
         scores = jnp.concatenate([right[:, None], hardest], axis=1)
@@ -117,5 +114,5 @@ def _of_candidates(name: str, x: jax.Array, count: int) -> jax.Array:
     """Returns `x`; raises unless it has one element for each candidate."""
     if x.shape != (count,):
         want, found = f"[{count}], one for each candidate", f"shape {x.shape}"
-        raise _arguments.wrong(_CALL, name, want, found)
+        raise ValueError(f"{name} must be {want}, got {found}.")
     return x

@@ -29,7 +29,6 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._rows import indexing
 
 
-_CALL = "sparsejax.losses.NegativeSampler"
 # After this many rounds of draws, a slot without an id stays empty.
 _MAX_ROUNDS = 64
 # An octave [2^j, 2^(j + 1)) of the log-uniform distribution is divided into 2^12 parts
@@ -112,13 +111,10 @@ class NegativeSampler:
 
     def __post_init__(self) -> None:
         if self.distribution not in ("uniform", "log_uniform", "counts"):
-            raise _arguments.wrong(
-                _CALL,
-                "distribution",
-                "'uniform', 'log_uniform' or 'counts'",
-                repr(self.distribution),
-                "Use NegativeSampler.uniform(num_ids), .log_uniform(num_ids) or "
-                ".from_counts(counts).",
+            raise ValueError(
+                "distribution must be 'uniform', 'log_uniform' or 'counts', got "
+                f"{repr(self.distribution)}. Use NegativeSampler.uniform(num_ids), "
+                ".log_uniform(num_ids) or .from_counts(counts)."
             )
 
     # -- makers ------------------------------------------------------------------
@@ -130,7 +126,7 @@ class NegativeSampler:
         Args:
           num_ids: int V.
         """
-        return cls(_check_num_ids(f"{_CALL}.uniform", num_ids), "uniform")
+        return cls(_check_num_ids(num_ids), "uniform")
 
     @classmethod
     def log_uniform(cls, num_ids: int) -> Self:
@@ -141,7 +137,7 @@ class NegativeSampler:
         Args:
           num_ids: int V.
         """
-        return cls(_check_num_ids(f"{_CALL}.log_uniform", num_ids), "log_uniform")
+        return cls(_check_num_ids(num_ids), "log_uniform")
 
     @classmethod
     def from_counts(cls, counts: ArrayLike, power: float = 0.75) -> Self:
@@ -159,14 +155,13 @@ class NegativeSampler:
           ValueError: counts are negative, not finite, all 0, or not `[V]`; or `power`
             is negative or infinite.
         """
-        call = f"{_CALL}.from_counts"
-        counts, power = _check_counts(call, counts), _check_power(call, power)
+        counts, power = _check_counts(counts), _check_power(power)
         weights = np.where(counts > 0, counts**power, 0.0)
         total = weights.sum()
         if not 0 < total < np.inf:
             raise ValueError(
-                f"{call}: counts ** power must have a positive, finite sum, got "
-                f"{total} for power={power}. Pass counts that are not all 0."
+                f"counts ** power must have a positive, finite sum, got {total} for "
+                f"power={power}. Pass counts that are not all 0."
             )
         probs = weights / total
         threshold, alias = _alias_table(probs)
@@ -218,24 +213,22 @@ class NegativeSampler:
           ValueError: `shape` is not a positive int or a tuple that ends with one, other
             shapes do not match, or `unique` is set and n exceeds V.
         """
-        call = f"{_CALL}.sample"
-        key, shape = _arguments.as_key(call, key), _check_shape(call, shape)
-        if _arguments.check_bool(call, "unique", unique) and shape[-1] > self.num_ids:
+        key, shape = _arguments.as_key(key), _check_shape(shape)
+        if _arguments.check_bool("unique", unique) and shape[-1] > self.num_ids:
             raise ValueError(
-                f"{call}: {shape[-1]} distinct ids cannot be drawn of {self.num_ids}. "
-                "Draw fewer, or leave unique out."
+                f"{shape[-1]} distinct ids cannot be drawn of {self.num_ids}. Draw "
+                "fewer, or leave unique out."
             )
         log_kept = jnp.zeros((1,) * len(shape), jnp.float32)
         if exclude is not None:
-            exclude = self._check_exclude(call, exclude, shape)
+            exclude = self._check_exclude(exclude, shape)
             log_kept = self._log_kept(exclude)
         if labels is not None:
-            labels = _arguments.as_ids(call, labels, self.num_ids, "labels")
+            labels = _arguments.as_ids(labels, self.num_ids, "labels")
             if labels.shape[: len(shape) - 1] != shape[:-1]:
                 raise ValueError(
-                    f"{call}: labels must begin with the axes {shape[:-1]}, all axes "
-                    f"of shape={shape} but the last, got labels of shape "
-                    f"{labels.shape}."
+                    f"labels must begin with the axes {shape[:-1]}, all axes of "
+                    f"shape={shape} but the last, got labels of shape {labels.shape}."
                 )
         tries = None
         if unique or exclude is not None:
@@ -265,7 +258,7 @@ class NegativeSampler:
         Returns:
           float32 of the same shape; NaN for an id out of range.
         """
-        ids = _arguments.as_ids(f"{_CALL}.log_prob", ids, self.num_ids)
+        ids = _arguments.as_ids(ids, self.num_ids)
         inside = indexing.in_range(ids, self.num_ids)
         if self.table is not None:
             args = indexing.take_rows, self.table.log_probs, ids
@@ -324,17 +317,15 @@ class NegativeSampler:
         _, ids, tries = lax.while_loop(is_short, draw, state)
         return ids, tries
 
-    def _check_exclude(
-        self, call: str, exclude: Any, shape: tuple[int, ...]
-    ) -> jax.Array:
+    def _check_exclude(self, exclude: Any, shape: tuple[int, ...]) -> jax.Array:
         """`exclude` as ascending ids `[*lead, E]`; duplicates become out of range."""
-        exclude = _arguments.as_ids(call, exclude, self.num_ids, "exclude")
+        exclude = _arguments.as_ids(exclude, self.num_ids, "exclude")
         if exclude.ndim == 1:
             exclude = exclude.reshape((1,) * (len(shape) - 1) + exclude.shape)
         elif exclude.shape[:-1] != shape[:-1]:
             raise ValueError(
-                f"{call}: exclude must be [E], or [..., E] with the axes {shape[:-1]}, "
-                f"all axes of shape={shape} but the last, got exclude of shape "
+                f"exclude must be [E], or [..., E] with the axes {shape[:-1]}, all "
+                f"axes of shape={shape} but the last, got exclude of shape "
                 f"{exclude.shape}."
             )
         exclude = jnp.sort(exclude, axis=-1)
@@ -443,13 +434,13 @@ def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # ------------------------------------------------------------------ checks
 
 
-def _check_num_ids(call: str, num_ids: Any) -> int:
-    num_ids = _arguments.static_int(call, "num_ids", num_ids, 1)
+def _check_num_ids(num_ids: Any) -> int:
+    num_ids = _arguments.static_int("num_ids", num_ids, 1)
     _arguments.index_dtype(num_ids)  # raises for ids that JAX cannot hold
     return num_ids
 
 
-def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
+def _check_shape(shape: Any) -> tuple[int, ...]:
     size = lambda n: n if _compat.is_symbolic_dim(n) else operator.index(n)
     try:
         sizes = (size(shape),)
@@ -459,43 +450,39 @@ def _check_shape(call: str, shape: Any) -> tuple[int, ...]:
         except TypeError:
             sizes = ()
     if not sizes or any(n < 0 for n in sizes) or sizes[-1] < 1:
-        make = _arguments.wrong if sizes else _arguments.wrong_type
-        raise make(
-            call,
-            "shape",
-            "the number of ids, or a tuple that ends with it",
-            _arguments.show(shape),
-            "For example 128, or (batch_size, 128).",
+        raise (ValueError if sizes else TypeError)(
+            "shape must be the number of ids, or a tuple that ends with it, such as "
+            f"128 or (batch_size, 128), got {_arguments.show(shape)}."
         )
     return sizes
 
 
-def _check_counts(call: str, counts: Any) -> np.ndarray:
+def _check_counts(counts: Any) -> np.ndarray:
     """`counts` as float64 `[V]`."""
     if isinstance(counts, Tracer):
         fix = "Create the sampler outside of jit, and pass it as an argument."
         shown = _arguments.show(counts)
-        raise _arguments.wrong_type(call, "counts", "known on the host", shown, fix)
+        raise TypeError(f"counts must be known on the host, got {shown}. {fix}")
     want, fix = "an array of numbers [V], one per id", "See Vocabulary.counts(column)."
     try:
         found = np.asarray(counts, np.float64)
     except (TypeError, ValueError):
         shown = _arguments.kind_of(counts)
-        raise _arguments.wrong_type(call, "counts", want, shown, fix) from None
+        raise TypeError(f"counts must be {want}, got {shown}. {fix}") from None
     if found.ndim != 1 or not found.size:
-        raise _arguments.wrong(call, "counts", want, f"shape {found.shape}", fix)
+        raise ValueError(f"counts must be {want}, got shape {found.shape}. {fix}")
     bad = ~((found >= 0) & (found < np.inf))
     if bad.any():
         shown = f"{found[bad][0]} for id {np.argmax(bad)}"
-        raise _arguments.wrong(call, "counts", "finite and 0 or more", shown)
+        raise ValueError(f"counts must be finite and 0 or more, got {shown}.")
     return found
 
 
-def _check_power(call: str, power: Any) -> float:
+def _check_power(power: Any) -> float:
     want, shown = "a finite number of 0 or more", _arguments.show(power)
     fix = "0.75 is the power of word2vec; 1 keeps the frequencies of the data."
     if not isinstance(power, (int, float, np.number)):
-        raise _arguments.wrong_type(call, "power", want, shown, fix)
+        raise TypeError(f"power must be {want}, got {shown}. {fix}")
     if not 0 <= power < np.inf:
-        raise _arguments.wrong(call, "power", want, shown, fix)
+        raise ValueError(f"power must be {want}, got {shown}. {fix}")
     return float(power)

@@ -50,8 +50,7 @@ def bpr_loss(
     References:
       Rendle et al., 2009, "BPR: Bayesian Personalized Ranking from Implicit Feedback".
     """
-    call = "sparsejax.losses.bpr_loss"
-    pairs = _Pairs(call, positive_scores, negative_scores, where)
+    pairs = _Pairs(positive_scores, negative_scores, where)
     return pairs.mean(jax.nn.softplus(pairs.negative - pairs.positive))
 
 
@@ -97,11 +96,10 @@ def margin_ranking_loss(
       al., 2013, "Translating Embeddings for Modeling Multi-relational Data"; Spotlight,
       `hinge_loss` and `adaptive_hinge_loss` (`hardest`).
     """
-    call = "sparsejax.losses.margin_ranking_loss"
-    pairs = _Pairs(call, positive_scores, negative_scores, where)
+    pairs = _Pairs(positive_scores, negative_scores, where)
     margin = pairs.scalar("margin", margin)
     losses = jax.nn.relu(margin + pairs.negative - pairs.positive)
-    if not _arguments.check_bool(call, "hardest", hardest):
+    if not _arguments.check_bool("hardest", hardest):
         return pairs.mean(losses)
     return jnp.max(losses, axis=-1, initial=0, where=pairs.where)
 
@@ -148,8 +146,7 @@ def self_adversarial_loss(
       Sun et al., 2019, "RotatE: Knowledge Graph Embedding by Relational Rotation in
       Complex Space", equations 4 and 5 (the code divides by 2); DGL-KE, `-adv`.
     """
-    call = "sparsejax.losses.self_adversarial_loss"
-    pairs = _Pairs(call, positive_scores, negative_scores, where)
+    pairs = _Pairs(positive_scores, negative_scores, where)
     margin = pairs.scalar("margin", margin)
     logits = pairs.scalar("temperature", temperature) * pairs.negative
     if pairs.where is not None:
@@ -164,27 +161,27 @@ def self_adversarial_loss(
 class _Pairs:
     """Checked scores: `positive` `[..., 1]`, `negative` and `where` `[..., n]`."""
 
-    def __init__(self, call: str, positive: Any, negative: Any, where: Any):
-        positive = _arguments.as_floats(call, positive, "positive_scores")
-        negative = _arguments.as_floats(call, negative, "negative_scores")
+    def __init__(self, positive: Any, negative: Any, where: Any):
+        positive = _arguments.as_floats(positive, "positive_scores")
+        negative = _arguments.as_floats(negative, "negative_scores")
         lead = positive.shape
         if negative.shape != lead and negative.shape[:-1] != lead:
             want = f"{lead}, as positive_scores, or have one more axis of negatives"
             found = f"shape {negative.shape}"
-            raise _arguments.wrong(call, "negative_scores", want, found)
-        where = _scores.as_mask(call, where, negative.shape)
+            raise ValueError(f"negative_scores must be {want}, got {found}.")
+        where = _scores.as_mask(where, negative.shape)
         if negative.shape == lead:
             negative = negative[..., None]
             where = None if where is None else where[..., None]
         dtype = indexing.promote(positive.dtype, negative.dtype)
         dtype = indexing.accumulator_dtype(dtype)
-        self.call, self.where = call, where
+        self.where = where
         self.positive = positive.astype(dtype)[..., None]
         self.negative = negative.astype(dtype)
 
     def scalar(self, name: str, x: Any) -> jax.Array:
         """`x` as a scalar of the dtype of the scores."""
-        return _scores.as_scalar(self.call, x, name, self.negative.dtype)
+        return _scores.as_scalar(x, name, self.negative.dtype)
 
     def mean(self, losses: jax.Array) -> jax.Array:
         """The mean over the negatives that count; 0 if there are none."""

@@ -73,9 +73,8 @@ def sampled_softmax_loss(
       Jean et al., 2015, "On Using Very Large Target Vocabulary"; TensorFlow,
       `tf.nn.sampled_softmax_loss`.
     """
-    call = "sparsejax.losses.sampled_softmax_loss"
     right, others, counts = _scores_of(
-        call, table, inputs, labels, negatives, bias, remove_accidental_hits
+        table, inputs, labels, negatives, bias, remove_accidental_hits
     )
     others = jnp.where(counts, others, -jnp.inf)
     log_sum = jax.nn.logsumexp(jnp.concatenate([right, others], axis=-1), axis=-1)
@@ -126,9 +125,8 @@ def nce_loss(
       Gutmann and Hyvarinen, 2010, "Noise-contrastive estimation"; Mikolov et al., 2013,
       "Distributed Representations of Words and Phrases"; TensorFlow, `tf.nn.nce_loss`.
     """
-    call = "sparsejax.losses.nce_loss"
     right, others, counts = _scores_of(
-        call, table, inputs, labels, negatives, bias, remove_accidental_hits
+        table, inputs, labels, negatives, bias, remove_accidental_hits
     )
     # softplus(s) - z s is the cross-entropy with a probability z.
     first = jnp.sum(jax.nn.softplus(right), axis=-1) - jnp.mean(right, axis=-1)
@@ -140,7 +138,6 @@ def nce_loss(
 
 
 def _scores_of(
-    call: str,
     table: Any,
     inputs: Any,
     labels: Any,
@@ -152,25 +149,25 @@ def _scores_of(
 
     The last result is True for the negatives that count.
     """
-    table = _as_table(call, table, "table")
-    inputs = _arguments.as_floats(call, inputs, "inputs")
+    table = _as_table(table, "table")
+    inputs = _arguments.as_floats(inputs, "inputs")
     if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
         found = f"shapes {table.shape} and {inputs.shape}"
-        raise _arguments.wrong(call, "table", "[V, D] and inputs [..., D]", found)
+        raise ValueError(f"table must be [V, D] and inputs [..., D], got {found}.")
     height, lead = table.shape[0], inputs.shape[:-1]
-    labels = _arguments.as_ids(call, labels, height, "labels")
+    labels = _arguments.as_ids(labels, height, "labels")
     several = labels.ndim == inputs.ndim
     if labels.shape[: len(lead)] != lead or labels.ndim > inputs.ndim:
         want = f"{lead} for inputs {inputs.shape}, or have one more axis of labels"
         found = f"shape {labels.shape}"
         if labels.shape == table.shape[:1]:
             found += ", as many as the table has rows: the table comes before inputs"
-        raise _arguments.wrong(call, "labels", want, found)
-    ids, log_q, label_log_q = _parts_of(call, negatives, labels)
-    ids = _arguments.as_ids(call, ids, height, "negatives")
+        raise ValueError(f"labels must be {want}, got {found}.")
+    ids, log_q, label_log_q = _parts_of(negatives, labels)
+    ids = _arguments.as_ids(ids, height, "negatives")
     if ids.ndim != 1 and ids.shape[:-1] != lead:
         want = f"[n], or [..., n] with the axes {lead} of the examples"
-        raise _arguments.wrong(call, "negatives", want, f"shape {ids.shape}")
+        raise ValueError(f"negatives must be {want}, got shape {ids.shape}.")
     if not several:
         labels = labels[..., None]
 
@@ -182,7 +179,7 @@ def _scores_of(
         subscripts, inputs, lookup.lookup(table, ids, padding_id=-1)
     )
     if bias is not None:
-        bias = _check_bias(call, bias, height)
+        bias = _check_bias(bias, height)
         flat = lambda x, ids: x.reshape(ids.shape).astype(right.dtype)
         right += flat(lookup.lookup(bias, labels), labels)
         others += _like(flat(lookup.lookup(bias, ids, padding_id=-1), ids), others)
@@ -190,7 +187,7 @@ def _scores_of(
         right -= label_log_q.astype(right.dtype).reshape(right.shape)
         others -= _like(log_q.astype(others.dtype), others)
     counts = _like(ids != -1, others)
-    if _arguments.check_bool(call, "remove_accidental_hits", remove_accidental_hits):
+    if _arguments.check_bool("remove_accidental_hits", remove_accidental_hits):
         hits = labels[..., :, None] == _like(ids, others)[..., None, :]
         counts &= ~jnp.any(hits, axis=-2)
     return right, others, counts
@@ -201,39 +198,39 @@ def _like(x: jax.Array, others: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, others.shape)
 
 
-def _as_table(call: str, table: Any, name: str) -> Table:
+def _as_table(table: Any, name: str) -> Table:
     """`table` as a table of floats; raises for anything else."""
-    table = as_table(call, table, name)
-    _arguments.check_floats(call, table, name)
+    table = as_table(table, name)
+    _arguments.check_floats(table, name)
     return table
 
 
-def _check_bias(call: str, bias: Any, height: int) -> Any:
-    bias = _as_table(call, bias, "bias")
+def _check_bias(bias: Any, height: int) -> Any:
+    bias = _as_table(bias, "bias")
     if bias.shape not in ((height,), (height, 1)):
         want = f"[V, 1] or [V] with the V = {height} rows of table"
-        raise _arguments.wrong(call, "bias", want, f"shape {bias.shape}")
+        raise ValueError(f"bias must be {want}, got shape {bias.shape}.")
     return bias
 
 
-def _parts_of(call: str, negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
+def _parts_of(negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
     """The ids of `negatives`, their log-Q, and the log-Q of the labels, or None."""
     if isinstance(negatives, NegativeSampler):
         fix = "Call sampler.sample(key, n, labels) in the step."
         found = "the NegativeSampler itself"
-        raise _arguments.wrong_type(call, "negatives", "sampled ids", found, fix)
+        raise TypeError(f"negatives must be sampled ids, got {found}. {fix}")
     if not isinstance(negatives, NegativeSamples):
         return negatives, None, None
     ids, log_q, label_log_q = negatives
     if label_log_q is None:
         raise ValueError(
-            f"{call}: negatives have no label_log_q, which the correction needs. Pass "
-            "the labels when you sample: sampler.sample(key, n, labels). Or pass "
+            "negatives have no label_log_q, which the correction needs. Pass the "
+            "labels when you sample: sampler.sample(key, n, labels). Or pass "
             "negatives.ids for no correction."
         )
     if label_log_q.shape != labels.shape or log_q.shape != ids.shape:
         raise ValueError(
-            f"{call}: negatives were sampled for labels of shape {label_log_q.shape}, "
-            f"got labels of shape {labels.shape}."
+            f"negatives were sampled for labels of shape {label_log_q.shape}, got "
+            f"labels of shape {labels.shape}."
         )
     return ids, log_q, label_log_q

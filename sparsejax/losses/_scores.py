@@ -18,29 +18,29 @@ def products(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=wide)
 
 
-def as_mask(call: str, where: Any, shape: tuple[int, ...]) -> jax.Array | None:
+def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
     """`where` as booleans, broadcast to `shape`; None stays None."""
     if where is None:
         return None
-    where = _arguments.to_array(call, where, "where", "an array of booleans")
+    where = _arguments.to_array(where, "where", "an array of booleans")
     if where.dtype != jnp.bool_:
         found = f"{where.dtype} of shape {where.shape}"
-        raise _arguments.wrong_type(call, "where", "booleans", found)
+        raise TypeError(f"where must be booleans, got {found}.")
     try:
         return jnp.broadcast_to(where, shape)
     except ValueError:
         raise ValueError(
-            f"{call}: where must broadcast to {shape}, a boolean for each negative, "
-            f"got shape {where.shape}."
+            f"where must broadcast to {shape}, a boolean for each negative, got shape "
+            f"{where.shape}."
         ) from None
 
 
-def as_scalar(call: str, x: Any, name: str, dtype: Any) -> jax.Array:
+def as_scalar(x: Any, name: str, dtype: Any) -> jax.Array:
     """`x`, a number or a scalar array, as a scalar of `dtype`."""
     found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
     found, want = _arguments.as_array(found), "a number or a scalar array"
     if not isinstance(found, jax.Array):
-        raise _arguments.wrong_type(call, name, want, _arguments.show(x))
+        raise TypeError(f"{name} must be {want}, got {_arguments.show(x)}.")
     if found.ndim:
-        raise _arguments.wrong(call, name, want, _arguments.show(x))
+        raise ValueError(f"{name} must be {want}, got {_arguments.show(x)}.")
     return found.astype(dtype)

@@ -237,7 +237,7 @@ class SparseBlock(abc.ABC):
     def init(self, key: jax.Array) -> Any:
         """The dense parameters of each field that is a layer, by field name."""
         fields = _layer_fields(self)
-        key = _arguments.as_key(f"{type(self).__name__}.init", key)
+        key = _arguments.as_key(key)
         keys = jax.random.split(key, max(len(fields), 1))
         return {name: _init(x, k) for (name, x), k in zip(fields.items(), keys)}
 
@@ -268,11 +268,11 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
             found = _arguments.kind_of(ids_of)
             raise _arguments.wrong_type(call, "each argument", want, found)
         for name, ids in ids_of.items():
-            new = _arguments.as_integers(f"{call}: table {name!r}", ids)
+            new = _arguments.as_integers(ids)
             if name not in merged:
                 merged[name] = ids
                 continue
-            old = _arguments.as_integers(f"{call}: table {name!r}", merged[name])
+            old = _arguments.as_integers(merged[name])
             if _arguments.is_concrete(old) and _arguments.is_concrete(new):
                 # In NumPy, so nothing is copied to a device.
                 merged[name] = np.concatenate(

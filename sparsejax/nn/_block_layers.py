@@ -72,7 +72,7 @@ class SparseEmbedding(SparseBlock, Embedding):
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """An empty dict: the table is in the store."""
-        _arguments.as_key(f"{self._call}.init", key)
+        _arguments.as_key(key)
         return {}
 
     def row_ids(self, inputs: PyTree) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class SparseLinear(SparseBlock, Dense):
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """`{"bias": [features]}`; empty without a bias."""
-        key = _arguments.as_key(f"{self._call}.init", key)
+        key = _arguments.as_key(key)
         return {"bias": self.init_bias(key)} if self.use_bias else {}
 
     def row_ids(self, inputs: PyTree) -> dict[str, Any]:

@@ -138,9 +138,7 @@ class EmbeddingCollection:
           >>> {name: array.shape for name, array in params.items()}
           {'stack_width2_float32': (12, 2), 'stack_width3_float32': (9, 3)}
         """
-        keys = jax.random.split(
-            _arguments.as_key(f"{_CALL}.init", key), len(self.tables)
-        )
+        keys = jax.random.split(_arguments.as_key(key), len(self.tables))
         made = {
             name: layer.init(k)["embedding"]
             for (name, layer), k in zip(self.tables, keys)
@@ -320,9 +318,9 @@ class EmbeddingCollection:
         """
         place = self._place(table)
         stack = self._arrays(params, dense=False)[place.stack]
-        ids = _arguments.as_ids(_CALL, ids, place.num_rows)
+        ids = _arguments.as_ids(ids, place.num_rows)
         call, want = f"{_CALL}.set_rows", (*ids.shape, *stack.shape[1:])
-        values = _arguments.to_array(call, values, "values").astype(stack.dtype)
+        values = _arguments.to_array(values, "values").astype(stack.dtype)
         if values.shape != want:
             raise ValueError(
                 f"{call}: values must have shape {want}, one row per id, got "
@@ -487,7 +485,7 @@ def _as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
         raise _arguments.wrong_type(_CALL, f"feature {name!r}", want, shown)
     _check_known("table", table, list(layers))
     combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")
-    return table, check_combiner(f"{_CALL}, feature {name!r}", combiner)
+    return table, check_combiner(combiner)
 
 
 def _is_triple(x: Any) -> bool:

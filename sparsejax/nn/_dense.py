@@ -96,7 +96,7 @@ class Dense:
             in_features=columns,
             dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
             param_dtype=_layer.check_dtype(call, "param_dtype", self.param_dtype),
-            mode=_arguments.check_mode(call, self.mode, _MODES, _HINT),
+            mode=_arguments.check_mode(self.mode, _MODES, _HINT),
         )
 
     def init(
@@ -120,7 +120,7 @@ class Dense:
           >>> params["kernel"].shape, params["bias"].shape
           ((30, 4), (4,))
         """
-        key = _arguments.as_key(f"{self._call}.init", key)
+        key = _arguments.as_key(key)
         kernel_key, bias_key = jax.random.split(key)
         columns = self._columns_of(x) if self.in_features is None else self.in_features
         shape, dtype = (columns, self.features), self.param_dtype
@@ -221,7 +221,7 @@ class Dense:
         x = _matrix.as_elements(call, x, columns)
         _matrix.check_columns(call, x, columns)
         index = x.values["index"] if isinstance(x.values, dict) else x.values
-        index = _arguments.as_integers(call, index, "the index")
+        index = _arguments.as_integers(index, "the index")
         index = _row_ids.on_host(index)
         skip = _row_ids.without_segment(x, index.ndim)
         return {"kernel": _row_ids.row_ids(index, skip, columns, self.mode)}

@@ -61,9 +61,9 @@ class TableLayer:
             features=_layer.check_size(call, "features", self.features),
             dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
             param_dtype=param_dtype,
-            padding_id=as_padding_id(call, self.padding_id),
-            max_norm=lookup.check_max_norm(call, self.max_norm, param_dtype),
-            mode=lookup.check_mode(call, self.mode),
+            padding_id=as_padding_id(self.padding_id),
+            max_norm=lookup.check_max_norm(self.max_norm, param_dtype),
+            mode=lookup.check_mode(self.mode),
         )
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -80,7 +80,7 @@ class TableLayer:
           >>> sj.nn.Embedding(7, 2).init(jax.random.key(0))["embedding"].shape
           (7, 2)
         """
-        key = _arguments.as_key(f"{self._call}.init", key)
+        key = _arguments.as_key(key)
         shape, dtype = (self.num_embeddings, self.features), self.param_dtype
         make = functools.partial(_layer.draw, self._call, "embedding_init")
         return {"embedding": make(self.embedding_init, key, shape, dtype)}
@@ -128,10 +128,10 @@ class TableLayer:
         if isinstance(ids, SegmentTensor):
             segments, _ = split_weights(self._call, ids, None)
             given = segments.values
-        found: Any = _row_ids.on_host(_arguments.as_integers(self._call, given))
+        found: Any = _row_ids.on_host(_arguments.as_integers(given))
         if segments is not None:
             skip = _row_ids.without_segment(segments, found.ndim)
-        padding = lookup.padding_mask(self._call, found, self.padding_id)
+        padding = lookup.padding_mask(found, self.padding_id)
         if padding is not None:
             skip = skip | _row_ids.on_host(padding)
         found = _row_ids.row_ids(found, skip, self.num_embeddings, self.mode)
@@ -223,25 +223,25 @@ class Embedding(TableLayer):
         """
         table = self.table(params)
         if not isinstance(ids, SegmentTensor):
-            return self._rows(table, _arguments.as_integers(self._call, ids), None)
+            return self._rows(table, _arguments.as_integers(ids), None)
         if not hasattr(ids.values, "dtype"):
             name, want = "the values of a SegmentTensor", "one array of ids"
             found = _arguments.kind_of(ids.values)
             fix = "Pass only the ids: st.map(lambda values: values['ids'])."
             raise _arguments.wrong_type(self._call, name, want, found, fix)
         inside = indexing.in_range(ids.segment_ids, ids.num_segments)
-        values = _arguments.as_integers(self._call, ids.values)
+        values = _arguments.as_integers(ids.values)
         inside = indexing.append_axes(inside, values.ndim)
         rows = self._rows(table, values, jnp.broadcast_to(inside, values.shape))
         return ids.map(lambda _: rows)
 
     def _rows(self, table: Any, ids: Any, inside: jax.Array | None) -> jax.Array:
         """The rows of `ids`, with zeros where `inside` is False."""
-        skip = lookup.padding_mask(self._call, ids, self.padding_id)
+        skip = lookup.padding_mask(ids, self.padding_id)
         if inside is not None:
             skip = ~inside if skip is None else skip | ~inside
-        ids = _arguments.as_ids(self._call, ids, self.num_embeddings)
-        rows = lookup.read(self._call, table, ids, skip, self.mode)
+        ids = _arguments.as_ids(ids, self.num_embeddings)
+        rows = lookup.read(table, ids, skip, self.mode)
         if self.max_norm is not None:
             rows = lookup.clip_rows(rows, self.max_norm, 1)
         return rows if self.dtype is None else rows.astype(self.dtype)
@@ -275,7 +275,7 @@ class Embedding(TableLayer):
         """
         table = self.table(params)
         call = f"{self._call}.attend"
-        check_whole(call, "params['embedding']", table, "attend")
+        check_whole("params['embedding']", table, "attend")
         query = _arguments.as_array(query)
         shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
         floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
@@ -344,7 +344,7 @@ class EmbeddingBag(TableLayer):
     embedding_init: Initializer = TABLE_INIT
 
     def __post_init__(self) -> None:
-        check_combiner(self._call, self.combiner)
+        check_combiner(self.combiner)
         super().__post_init__()
 
     def __call__(

@@ -88,7 +88,7 @@ def check_size(call: str, name: str, value: Any) -> int:
     """`value` as a positive int; raises for anything else."""
     if isinstance(value, bool):
         raise _arguments.wrong_type(call, name, "a positive int", str(value))
-    return _arguments.static_int(call, name, value, 1)
+    return _arguments.static_int(name, value, 1)
 
 
 def check_dtype(call: str, name: str, value: Any) -> Any:

@@ -146,7 +146,7 @@ def _as_csr(call: str, x: SegmentTensor, columns: int, mode: str) -> Csr:
         name = "the values of a SegmentTensor"
         want = "{'index': int[n], 'value': dtype[n]}, or int[n] if all values are one"
         raise _arguments.wrong_type(call, name, want, _describe(x.values))
-    index = _arguments.as_ids(call, index, columns, "the index")
+    index = _arguments.as_ids(index, columns, "the index")
     counts = indexing.in_range(x.segment_ids, x.num_segments)
     if mode == "drop":
         counts &= indexing.in_range(index, columns)
@@ -189,7 +189,7 @@ def multiply(call: str, x: Any, weights: Any, dtype: Any, mode: str) -> jax.Arra
     wide = indexing.accumulator_dtype(dtype)
     if not isinstance(x, Csr):
         fix = "Pass x as CSR, or the whole weights."
-        check_whole(call, "params['kernel']", weights, "x is an array, which", fix)
+        check_whole("params['kernel']", weights, "x is an array, which", fix)
         x, weights = x.astype(dtype), weights.astype(dtype)
         return jnp.tensordot(x, weights, axes=1, preferred_element_type=wide)
     segments, count = x.elements.segment_ids, x.elements.num_segments
@@ -201,7 +201,7 @@ def multiply(call: str, x: Any, weights: Any, dtype: Any, mode: str) -> jax.Arra
         if mode != "drop":
             skip = ~indexing.in_range(segments, count)
         read_mode = "fill" if mode == "drop" else mode
-        rows = lookup.read(call, weights, x.index, skip, read_mode).astype(wide)
+        rows = lookup.read(weights, x.index, skip, read_mode).astype(wide)
         if x.value is not None:
             rows *= indexing.append_axes(x.value.astype(wide), rows.ndim)
         return segment_sum(rows, segments, count, indices_are_sorted=is_sorted)

@@ -130,18 +130,18 @@ def translate(
       Signed integers of the same shape: a row in `[start, stop)`, `PADDING` for a
       skipped id, or `OUT_OF_RANGE`.
     """
-    given = _arguments.as_integers(call, ids)
-    skip = lookup.padding_mask(call, given, layer.padding_id)
+    given = _arguments.as_integers(ids)
+    skip = lookup.padding_mask(given, layer.padding_id)
     if inside is not None:
         skip = ~inside if skip is None else skip | ~inside
-    ids = _arguments.as_ids(call, given, place.num_rows)
+    ids = _arguments.as_ids(given, place.num_rows)
     in_range = indexing.in_range(ids, place.num_rows)
     table = jax.ShapeDtypeStruct((place.num_rows,), jnp.float32)
     if layer.mode == "clip":
-        ids, in_range = lookup.clip_ids(call, table, ids), None
+        ids, in_range = lookup.clip_ids(table, ids), None
     elif layer.mode == "error":
         bad = ~in_range if skip is None else ~(in_range | skip)
-        lookup.check_none(call, table, bad, ids)
+        lookup.check_none(table, bad, ids)
     wide = _arguments.index_dtype(height)
     rows = ids.astype(wide) + np.array(place.start, wide)
     if in_range is not None:
@@ -251,7 +251,7 @@ def prepare(
                 f"{call}: the values of the SegmentTensor must be one array of ids, or "
                 f"{{'index', 'value'}}, got {_arguments.kind_of(ids)}."
             )
-    ids = _arguments.as_integers(call, ids)
+    ids = _arguments.as_integers(ids)
     if weights is not None:
         if combiner not in ("sum", "mean", "sqrtn"):
             raise ValueError(
@@ -307,7 +307,7 @@ def prepare(
 
 
 def _as_weights(call: str, weights: Any, shape: tuple, dtype: Any) -> jax.Array:
-    weights = _arguments.to_array(call, weights, "weights")
+    weights = _arguments.to_array(weights, "weights")
     if weights.shape != shape:
         raise ValueError(
             f"{call}: weights must have the shape of ids, {shape}, got {weights.shape}."
@@ -350,7 +350,7 @@ def _read(call: str, stack: Any, key: Key, group: Sequence[Feature]) -> Any:
     rows = _join([feature.rows for feature in group])
     if key.is_lookup:
         skip = rows == _arguments.scalar(PADDING, rows)
-        out = lookup.read(call, stack, rows, skip, key.mode)
+        out = lookup.read(stack, rows, skip, key.mode)
         if key.max_norm is not None:
             out = lookup.clip_rows(out, key.max_norm, 1)
         counts = [feature.rows.shape[0] for feature in group]

@@ -137,14 +137,14 @@ class Trainer:
     ):
         _check_arguments(block, store, loss, tx, inputs, clip_norm)
         hint = "It decides what happens to ids out of range."
-        mode = _arguments.check_mode(_CALL, mode, ("error", "drop"), hint)
+        mode = _arguments.check_mode(mode, ("error", "drop"), hint)
         self.block, self.store, self._loss = block, store, loss
         self._inputs = (lambda batch: batch) if inputs is None else inputs
         self._mode, self._checked = mode, checked
         self._name = type(block).__name__
         self._capacities: dict[str, int] = {}  # of pulls so far, by table
         self._nnz_capacities: dict[int, int] = {}  # of scipy matrices, by leaf
-        key = _arguments.as_key(_CALL, key, from_int=True)
+        key = _arguments.as_key(key, from_int=True)
         self._make_tables(key, tx if table_tx is None else table_tx)
         self._capacity = _check_capacity(capacity, store)
         if params is None:
@@ -386,7 +386,7 @@ class Trainer:
 
     def _check_in_range(self, name: str, ids: Any) -> None:
         """Raises unless each id is in range or -1, which means no row."""
-        ids = _arguments.as_integers(f"{_CALL}: table {name!r}", ids)
+        ids = _arguments.as_integers(ids)
         if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
             parts = [np.ravel(x.data) for x in ids.addressable_shards]
             ids = np.concatenate(parts)  # each process checks its own
@@ -461,7 +461,7 @@ def _check_capacity(capacity: Any, store: Any) -> Any:
         given = {f"{_CALL}, table {name!r}": x for name, x in capacity.items()}
     for call, x in given.items():
         if x is not None:
-            _arguments.check_capacity(call, x)
+            _arguments.check_capacity(x)
     return capacity
 
 

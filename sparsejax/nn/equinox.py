@@ -41,7 +41,7 @@ class Layer(eqx.Module):
 
     def __init__(self, layer: Any, *inputs: Any, key: jax.Array):
         self.layer = check_layer(_CALL, layer)
-        self.params = init_for(layer, as_key(_CALL, key), *inputs[:1])
+        self.params = init_for(layer, as_key(key), *inputs[:1])
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Calls the layer with the module's parameters."""

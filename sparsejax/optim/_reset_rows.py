@@ -160,7 +160,7 @@ def _ids(params: Any, table: Any, i: int, rows: Any) -> jax.Array:
             f"{CALL}: {trees.leaf_paths(params, 'params')[i]} must be a table, an "
             f"array with rows along its first axis, got {_arguments.kind_of(table)}."
         )
-    return _arguments.as_ids(CALL, rows, table.shape[0], "rows").reshape(-1)
+    return _arguments.as_ids(rows, table.shape[0], "rows").reshape(-1)
 
 
 def _fresh(i: int, shape: Any, dtype: Any, embedding_init: Any, key: Any) -> jax.Array:
@@ -171,7 +171,7 @@ def _fresh(i: int, shape: Any, dtype: Any, embedding_init: Any, key: Any) -> jax
             f"{CALL}: embedding_init needs a key, another one at each call, for "
             "example jax.random.fold_in(key, step)."
         )
-    key = _arguments.as_key(CALL, key, from_int=True)
+    key = _arguments.as_key(key, from_int=True)
     made = jnp.asarray(embedding_init(jax.random.fold_in(key, i), shape, dtype))
     if made.shape != shape:
         raise ValueError(

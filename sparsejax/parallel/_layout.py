@@ -182,14 +182,14 @@ class TableWise:
     is_arithmetic = is_by_id = False
 
     def __post_init__(self) -> None:
-        count = _arguments.static_int(_CALL, "num_groups", self.num_groups, 1)
+        count = _arguments.static_int("num_groups", self.num_groups, 1)
         lists = {"heights": self.heights, "groups": self.groups}
         for name, given in lists.items():
             if not isinstance(given, Sequence | np.ndarray) or not len(given):
                 raise _arguments.wrong_type(
                     _CALL, name, "ints, one for each table of the stack", repr(given)
                 )
-            ints = (_arguments.static_int(_CALL, name, n, 0) for n in given)
+            ints = (_arguments.static_int(name, n, 0) for n in given)
             lists[name] = tuple(ints)
         heights, groups = lists.values()
         if len(heights) != len(groups):

@@ -565,7 +565,7 @@ def _table_plan(
 
 def _as_reads(name: str, read: Any) -> list[Read]:
     if hasattr(read, "dtype") and np.ndim(read):
-        ids = _arguments.as_integers(_CALL, read, f"batch of {name}")
+        ids = _arguments.as_integers(read, f"batch of {name}")
         return [Read(ids.size, np.asarray(ids).reshape(-1))]
     if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
         return [Read(int(read))]

@@ -97,7 +97,7 @@ def measure_capacity(
                 "traced ids",
                 "Call it outside of jit, and pass its result as capacity.",
             )
-        batch = _arguments.as_integers(_MEASURE, batch)
+        batch = _arguments.as_integers(batch)
         most, count = max(most, _max_requested(table, batch)), count + batch.size
     if not count:
         raise ValueError(
@@ -151,8 +151,8 @@ def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Met
     """
     check_table(_METRICS, table)
     ids = ids.values if isinstance(ids, SegmentTensor) else ids
-    ids = put_on_mesh(_METRICS, table, _arguments.as_integers(_METRICS, ids))
-    ids = _arguments.as_ids(_METRICS, ids, table.height)
+    ids = put_on_mesh(_METRICS, table, _arguments.as_integers(ids))
+    ids = _arguments.as_ids(ids, table.height)
     if not ids.size:
         return _exchange.no_metrics()
     owners = owners_of(table)
@@ -254,7 +254,7 @@ def _gather(
     call: str, table: ShardedTable, ids: jax.Array, padding: Any, mode: str
 ) -> jax.Array:
     """The rows of checked ids, as `mode` and `padding` say."""
-    wanted = _lookup.clip_ids(call, table, ids) if mode == "clip" else ids
+    wanted = _lookup.clip_ids(table, ids) if mode == "clip" else ids
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
     rows = _read(table, wanted)
@@ -264,7 +264,7 @@ def _gather(
     if padding is not None:
         bad &= ~padding
     if mode == "error":
-        _lookup.check_none(call, table, replicate(bad), replicate(ids))
+        _lookup.check_none(table, replicate(bad), replicate(ids))
     bad = indexing.append_axes(bad, rows.ndim)
     return jnp.where(bad, indexing.fill_value(rows.dtype), rows)
 

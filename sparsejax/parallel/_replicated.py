@@ -327,7 +327,6 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
     axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
     if capacity is not None:
         capacity = _arguments.static_int(
-            f"sparsejax.parallel.{name}",
             "capacity",
             capacity,
             1,

@@ -230,7 +230,7 @@ class ShardedTable(RowTable):
         if is_array and AxisType.Explicit in self.mesh.axis_types:
             # JAX's gather cannot derive the sharding of rows read at sharded ids.
             call = "sparsejax.parallel.ShardedTable[ids]"
-            ids = _arguments.as_indices(call, ids, self.height, "Use .to_dense().")
+            ids = _arguments.as_indices(ids, self.height, "Use .to_dense().")
             return read_row_table(self, call, ids, None, "clip")
         read = lambda table, ids: jnp.asarray(table)[ids]
         return (read if makes_views.value else forward(read))(self, ids)
@@ -277,9 +277,8 @@ class ShardedTable(RowTable):
         Returns:
           int32 (or int64) of the same shape.
         """
-        call = "sparsejax.parallel.ShardedTable.position"
         length = self.num_shards * self.rows_per_shard
-        ids = _arguments.as_ids(call, ids, self.height)
+        ids = _arguments.as_ids(ids, self.height)
         named = indexing.in_range(ids, self.height)
         ids = ids.astype(_arguments.index_dtype(length, ids.dtype))
         spec = () if self.layout.is_arithmetic else explicit_spec(ids)
@@ -291,9 +290,8 @@ class ShardedTable(RowTable):
 
     def ids_at(self, position: ArrayLike) -> jax.Array:
         """The inverse of `position`; `height` for padding and out of range."""
-        call = "sparsejax.parallel.ShardedTable.ids_at"
         length = self.num_shards * self.rows_per_shard
-        position = _arguments.as_ids(call, position, length)
+        position = _arguments.as_ids(position, length)
         named = indexing.in_range(position, length)
         ids = self.layout.ids_at(position, self.height, self.num_shards)
         named &= ids < _arguments.scalar(self.height, ids)
@@ -471,7 +469,7 @@ def shard_rows(
     axis = check_axis(_CALL, mesh, axis)
     if capacity is not None:
         capacity = _arguments.static_int(
-            _CALL, "capacity", capacity, 1, " None for the default."
+            "capacity", capacity, 1, " None for the default."
         )
     if isinstance(layout, str) and layout in LAYOUTS:
         layout = LAYOUTS[layout]
@@ -520,7 +518,7 @@ def shard_rows(
 
     if callable(table):
         hint = " A table given as a function of ids needs height=, its number of rows."
-        height = _arguments.static_int(_CALL, "height", height, hint=hint)
+        height = _arguments.static_int("height", height, hint=hint)
         return checked(make(_values_from(table, make(None, height)), height))
     table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
     if not (hasattr(table, "shape") and hasattr(table, "dtype")):

@@ -80,7 +80,7 @@ def top_k(
                 "shard_rows(table, mesh, axis)."
             ),
         )
-    _arguments.check_floats(_CALL, table, "table")
+    _arguments.check_floats(table, "table")
     queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))
     sharded_bias = bias if isinstance(bias, ShardedTable) else None
     if bias is not None and sharded_bias is None:
@@ -89,7 +89,7 @@ def top_k(
         )
     if sharded_bias is not None:
         _check_bias(table, sharded_bias)
-    search = Search(_CALL, table.shape, queries, k, score, None, exclude, precision)
+    search = Search(table.shape, queries, k, score, None, exclude, precision)
 
     owners, shards = owners_of(table), table.num_shards
     per_shard = table.rows_per_shard

@@ -200,7 +200,7 @@ class CachedTable:
                 "processes, but a cache needs all rows in one. Train it with pull and "
                 "push."
             )
-        slots = _arguments.static_int(_CALL, "slots", slots, 1)
+        slots = _arguments.static_int("slots", slots, 1)
         if slots > table.height:
             raise ValueError(
                 f"{_CALL}: slots={slots} are more than table {name!r} has rows, "
@@ -502,7 +502,7 @@ class CachedTable:
         """
         call = f"{_CALL}.flush"
         if step is not None:
-            step = _arguments.static_int(call, "step", step)
+            step = _arguments.static_int("step", step)
         arrays = self._arrays(call, params, opt_state)
         places = self._places
         assert places is not None
@@ -562,7 +562,7 @@ class CachedTable:
         call = f"{_CALL}.close"
         if self._is_closed:
             return
-        discard = _arguments.check_bool(call, "discard", discard)
+        discard = _arguments.check_bool("discard", discard)
         if not self.is_flushed and not discard:
             raise RuntimeError(
                 f"{call}: rows of table {self._table.name!r} were trained since the "
@@ -587,7 +587,7 @@ class CachedTable:
     def _as_ids(self, call: str, ids: Any) -> np.ndarray:
         """Ids as int64; larger ids are out of range anyway."""
         self._check_not_traced(call, ids)
-        ids = _arguments.as_integers(call, ids)
+        ids = _arguments.as_integers(ids)
         self._check_not_traced(call, ids)
         ids = np.asarray(ids)
         if ids.dtype == np.uint64:

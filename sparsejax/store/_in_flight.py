@@ -63,7 +63,7 @@ class EarlyRows:
 
 def check_ahead(call: str, ids_of: Any, depth: Any) -> int:
     """Returns `depth`; raises unless the arguments of a `prefetch` have their types."""
-    depth = _arguments.static_int(call, "depth", depth)
+    depth = _arguments.static_int("depth", depth)
     if not callable(ids_of):
         want = "a function that takes a batch and returns its ids"
         found = _arguments.kind_of(ids_of)

@@ -88,11 +88,11 @@ class KeyPolicy:
                 _arguments.show(self.policy),
                 "To evict nothing, pass max_evictions=0.",
             )
-        _arguments.static_int(call, "admit_after", self.admit_after, 1)
+        _arguments.static_int("admit_after", self.admit_after, 1)
         if self.max_evictions is not None:
-            _arguments.static_int(call, "max_evictions", self.max_evictions)
+            _arguments.static_int("max_evictions", self.max_evictions)
         if self.window is not None:
-            _arguments.static_int(call, "window", self.window, 1)
+            _arguments.static_int("window", self.window, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -456,7 +456,7 @@ def as_keys(call: str, keys: Any) -> np.ndarray:
         return _hash_strings(np.asarray(found))
     if not found.size:
         return np.zeros(found.shape, np.int64)
-    found = np.asarray(_arguments.as_integers(call, found, "keys"))
+    found = np.asarray(_arguments.as_integers(found, "keys"))
     wide = np.uint64 if found.dtype.kind == "u" else np.int64
     return found.astype(wide).view(np.int64)
 

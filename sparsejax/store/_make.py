@@ -76,7 +76,7 @@ def make_table(
                 f"{_CALL}: an initializer supports at most 2**32 rows, but table "
                 f"{name!r} has {shape[0]}."
             )
-    key = _arguments.as_key(_CALL, key, from_int=True)
+    key = _arguments.as_key(key, from_int=True)
     check_not_traced(_CALL, name, "keys", key)
     if initializer is not None:
         _check_initializer(name, initializer, (1, *shape[1:]), dtype, key)

@@ -225,7 +225,7 @@ def _own_ids(call: str, name: str, ids: Any) -> np.ndarray:
     if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
         shards = [np.asarray(shard.data) for shard in ids.addressable_shards]
         ids = np.concatenate([shard.reshape(-1) for shard in shards])
-    return np.asarray(_arguments.as_integers(call, ids)).reshape(-1)
+    return np.asarray(_arguments.as_integers(ids)).reshape(-1)
 
 
 def _replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:

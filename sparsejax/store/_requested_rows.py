@@ -35,8 +35,8 @@ def distinct_rows(
 ) -> np.ndarray:
     """The rows of `ids`, each once, ascending, in the dtype of SelectedRows.rows."""
     hint = "'drop' ignores ids out of range, for example a padding id of -1."
-    mode = _arguments.check_mode(call, mode, ("error", "drop"), hint)
-    ids = _arguments.as_integers(call, ids)
+    mode = _arguments.check_mode(mode, ("error", "drop"), hint)
+    ids = _arguments.as_integers(ids)
     check_not_traced(call, name, "ids", ids)
     ids = np.asarray(ids).reshape(-1)
     if ids.size and (ids.min() < 0 or ids.max() >= height):
@@ -99,7 +99,7 @@ def capacity_for(
     """The capacity for `count` rows; a ValueError if `capacity` is too small."""
     if capacity is None:
         return min(bucket(count), max(1, height))
-    capacity = _arguments.check_capacity(call, capacity)
+    capacity = _arguments.check_capacity(capacity)
     if count > capacity:
         raise ValueError(
             f"{call}: {count} distinct rows of table {name!r} do not fit in "

@@ -351,7 +351,7 @@ class KVStore:
         table, index = self._keyed(call, name)
         found = as_keys(call, keys)
         mask = as_where(call, where, found.shape)
-        step = _arguments.static_int(call, "step", step)
+        step = _arguments.static_int("step", step)
         if step >= 2**63:
             raise _arguments.wrong(call, "step", "below 2^63", f"{step}")
 
@@ -852,7 +852,7 @@ class KVStore:
             if name is not None:
                 self._table(call, name)  # an unknown name would have no effect
             if size is not None:
-                _arguments.check_capacity(call, size)
+                _arguments.check_capacity(size)
         return _pulled_calls.Capacities(capacity)
 
     # -- all rows ---------------------------------------------------------------------
@@ -1072,7 +1072,7 @@ class KVStore:
           {'words': array([7], dtype=int32)}
         """
         call = f"{_CALL}.changed_since"
-        version = _arguments.static_int(call, "version", version)
+        version = _arguments.static_int("version", version)
 
         def work():
             for table in self._tables.values():
@@ -1136,8 +1136,8 @@ class KVStore:
           TorchRec, `ModelDeltaTracker`; DeepRec, incremental checkpoints.
         """
         call = f"{_CALL}.export_changes"
-        since = _arguments.static_int(call, "since", since)
-        state = _arguments.check_bool(call, "state", state)
+        since = _arguments.static_int("since", since)
+        state = _arguments.check_bool("state", state)
         path = own_path(path, *self._place)
         arguments = path, self._tables, self._history, since, state
 

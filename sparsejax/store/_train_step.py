@@ -195,7 +195,7 @@ class TrainStep:
                 "an optax transformation, for example optax.adam(1e-3)",
                 _arguments.kind_of(tx),
             )
-        donate = _arguments.check_bool(_CALL, "donate", donate)
+        donate = _arguments.check_bool("donate", donate)
         self._store = store
         self._ids = RowIds(_CALL, store, fun)
         self._capacities = Capacities(capacity)
@@ -277,7 +277,7 @@ class TrainStep:
           ValueError: at a batch, ids depend on arrays of `params`, which the running
             step changes.
         """
-        depth = _arguments.static_int(f"{_CALL}.prefetch", "depth", depth)
+        depth = _arguments.static_int("depth", depth)
         part = split(_CALL, params)
         paths = [
             jax.tree_util.keystr(path)

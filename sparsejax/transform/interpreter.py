@@ -322,7 +322,7 @@ class RuleContext:
             return self._read_by(ref.reader, ref, ids, valid, drop)
         shape = jnp.shape(ids)
         height = ref.array.shape[0]
-        ids = _arguments.as_ids("RuleContext.read", ids, height)
+        ids = _arguments.as_ids(ids, height)
         ids = indexing.reshape(ids, (ids.size,))
         counts = indexing.in_range(ids, ref.height)
         if valid is not None:
@@ -340,7 +340,7 @@ class RuleContext:
         self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
     ) -> jax.Array:
         """`read` of a view with a reader."""
-        ids = _arguments.as_ids("RuleContext.read", ids, ref.height)
+        ids = _arguments.as_ids(ids, ref.height)
         counts = indexing.in_range(ids, ref.height)
         if valid is not None:
             counts &= jnp.reshape(valid, ids.shape)
@@ -397,7 +397,7 @@ class RuleContext:
                 "does not have all rows of its table. Return NotImplemented unless "
                 "ref.has_all_rows."
             )
-        ids = _arguments.as_ids("RuleContext.combine", ids, ref.height).reshape(-1)
+        ids = _arguments.as_ids(ids, ref.height).reshape(-1)
         shape = (*ids.shape, *ref.array.shape[1:])
         flat = lambda ct, *xs: transpose(ct, *xs).reshape(shape).astype(ref.dtype)
         counts = indexing.in_range(ids, ref.height)

@@ -146,7 +146,7 @@ def wire_bytes(
       R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
       operations in MPICH", 2005; NVIDIA, nccl-tests, "bus bandwidth".
     """
-    loop_trips = _arguments.static_int(_CALL, "loop_trips", loop_trips)
+    loop_trips = _arguments.static_int("loop_trips", loop_trips)
     text: Any = compiled
     if not isinstance(compiled, str):
         text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None

@@ -470,16 +470,16 @@ def test_wrong_arguments():
         (lambda: create(8, max_evictions=-1), ValueError, "max_evictions"),
         (lambda: create(8, window=0), ValueError, "window must be a positive int"),
     ):
-        with pytest.raises(error, match=f"sparsejax.HashIndex.create: .*{message}"):
+        with pytest.raises(error, match=message):
             wrong()
     index, wide = create(8), create(8, key_bits=64)
     for wrong, error, message in (
-        (lambda: index.find(["tea"]), TypeError, "find: keys must be integers"),
+        (lambda: index.find(["tea"]), TypeError, "keys must be integers"),
         (lambda: index.find([1.5]), TypeError, "keys must be integers, got float64"),
-        (lambda: index.find([[1], [2, 3]]), TypeError, "find: keys must be an array"),
+        (lambda: index.find([[1], [2, 3]]), TypeError, "keys must be an array"),
         (lambda: index.find([1 << 33]), ValueError, "32-bit keys, got int64 from"),
         (lambda: wide.find(jnp.array([1])), TypeError, "64-bit keys, got int32 of"),
-        (lambda: index.insert([1], 0.5), TypeError, "insert: step must be one integer"),
+        (lambda: index.insert([1], 0.5), TypeError, "step must be one integer"),
         (lambda: index.insert([1], True), TypeError, "one integer below 2.63"),
         (lambda: index.insert([1], 2**63), ValueError, "integer below 2.63, .*, got 9"),
         (lambda: index.insert([1], [1, 2]), TypeError, "one integer below 2.63"),

@@ -305,7 +305,7 @@ def test_refusals():
         ((csr, "dense"), TypeError, "dense must be"),
         ((csr, 1.0), TypeError, "dense must be"),
     ]:
-        with pytest.raises(error, match=f"sparsejax.dot: .*{text}"):
+        with pytest.raises(error, match=text):
             sj.dot(*bad)
     columns: Any
     for columns in (-1, 2.0, "97"):

@@ -299,7 +299,7 @@ def test_keys_and_layers_are_named():
     bad: Any
     for layer in layers:
         for bad in (0, None, jax.random.split(jax.random.key(0))):
-            with pytest.raises(TypeError, match=r"nn\.\w+\.init: key must be one PRNG"):
+            with pytest.raises(TypeError, match=r"key must be one PRNG"):
                 layer.init(bad)
     old = layers[0].init(jax.random.PRNGKey(3))["embedding"]
     assert old.shape == (5, 2)

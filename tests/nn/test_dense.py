@@ -339,9 +339,7 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize(("make", "message"), WRONG_FIELDS)
 def test_wrong_fields(make, message):
-    with pytest.raises(
-        (TypeError, ValueError), match=rf"sparsejax\.nn\.\w+: {message}"
-    ):
+    with pytest.raises((TypeError, ValueError), match=message):
         make()
 
 
@@ -367,7 +365,5 @@ WRONG_CALLS = [
 @pytest.mark.parametrize(("layer", "args", "message"), WRONG_CALLS)
 def test_wrong_calls(layer, args, message):
     params = _params(layer)
-    with pytest.raises(
-        (TypeError, ValueError), match=rf"sparsejax\.nn\.\w+.*{message}"
-    ):
+    with pytest.raises((TypeError, ValueError), match=message):
         layer(*args(params))

@@ -292,7 +292,7 @@ def test_attend():
     assert isinstance(g, jax.Array)  # all rows are scored
     assert_trees_close(g, want)
     for wrong in (jnp.ones((2, D + 1)), jnp.ones(D, jnp.int32), "query", jnp.ones(())):
-        with pytest.raises(TypeError, match=r"attend: query must be .*\[\.\.\., 3\]"):
+        with pytest.raises(TypeError, match=r"query must be .*\[\.\.\., 3\]"):
             layer.attend(params, wrong)
 
 
@@ -311,7 +311,7 @@ def test_rows_that_were_pulled():
         assert_trees_close(g["embedding"].to_dense(), want["embedding"])
     fill = dataclasses.replace(LAYER, mode="fill")
     assert np.isnan(fill(pulled, jnp.array([99]))).all()
-    with pytest.raises(TypeError, match="attend: .* needs every row"):
+    with pytest.raises(TypeError, match="needs every row"):
         LAYER.attend(pulled, jnp.ones(D))
 
 
@@ -356,15 +356,14 @@ WRONG_FIELDS = [
     (dict(padding_id=0.5), "padding_id must be a static int or None, got 0.5"),
     (dict(max_norm=0), "max_norm must be a positive number, got 0"),
     (dict(max_norm="1 metre"), "max_norm must be a static number"),
-    (dict(mode="wrap"), "mode must be one of 'fill', 'clip', 'zero', 'error' and"),
+    (dict(mode="wrap"), "mode must be one of 'fill', 'clip', 'zero', 'error'"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG_FIELDS)
 def test_wrong_fields(fields, message):
     for kind in (sj.nn.Embedding, sj.nn.EmbeddingBag):
-        name = rf"sparsejax\.nn\.{kind.__name__}: "
-        with pytest.raises((TypeError, ValueError), match=name + message):
+        with pytest.raises((TypeError, ValueError), match=message):
             kind(**{"num_embeddings": 5, "features": 2, **fields})
 
 

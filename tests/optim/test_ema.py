@@ -107,7 +107,7 @@ def test_some_parameters_in_low_precision_and_no_decay():
 def test_errors():
     with pytest.raises(ValueError, match=r"optim.ema: decay must be in \[0, 1\)"):
         ema(1.0)
-    with pytest.raises(TypeError, match="optim.ema: debias must be True or False"):
+    with pytest.raises(TypeError, match="debias must be True or False"):
         ema(0.9, 0.5)
     table = jnp.ones((V, D))
     tx = ema(0.9)

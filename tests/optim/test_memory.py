@@ -16,7 +16,6 @@ import pytest
 import sparsejax as sj
 from helpers import IN_PLACE, assert_no_dense, compile_as_users_do
 from sparsejax.optim import dynamic_loss_scale, lazy, weight_decay
-from sparsejax.optim._exact import identify
 from sparsejax.optim._lazy import gather_scatter
 from sparsejax.optim._optimizers import base
 from sparsejax.optim._wrappers import rounding
@@ -262,9 +261,3 @@ def test_a_sum_of_two_floats_keeps_both():
     got = np.asarray(compiled(total, jnp.asarray(x)), np.float64).sum(axis=1)
     wide = [a.astype(np.float64) for a in (high, low, x)]
     np.testing.assert_allclose(got, sum(wide), rtol=2.0**-46)
-
-
-def test_identify_compiles_without_optimization():
-    """The compiler knows the option, so that `exact(tx).init` stays quick."""
-    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(3))
-    lowered.compile(compiler_options=identify.COMPILE_QUICKLY)

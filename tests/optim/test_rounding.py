@@ -354,7 +354,7 @@ def test_own_code_promotes_nothing():
 
 @pytest.mark.parametrize("key", [None, 0.5, jnp.ones(2), jnp.zeros((3, 2), jnp.uint32)])
 def test_rounding_needs_one_key(key):
-    with pytest.raises(TypeError, match="rounding: key must be one PRNG key or an int"):
+    with pytest.raises(TypeError, match="key must be one PRNG key or an int"):
         rounding(ADAM, [key])
 
 

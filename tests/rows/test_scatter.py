@@ -457,11 +457,11 @@ def test_errors_of_assign():
     table, rows, values = jnp.ones((V, D)), jnp.array([1, 2]), jnp.ones((2, D))
 
     def fails(kind, match, *args):
-        with pytest.raises(kind, match=rf"sparsejax\.scatter_assign: .*{match}"):
+        with pytest.raises(kind, match=match):
             sj.scatter_assign(*args)
 
     pulled = sj.SelectedRows(rows, values, V)
-    fails(TypeError, r"got a SelectedRows.*add to it with \+", pulled, rows, values)
+    fails(TypeError, r"got a SelectedRows\. Add to", pulled, rows, values)
     fails(TypeError, "table must be a JAX or NumPy array.*list", [[1.0]], rows, values)
     fails(ValueError, "at least one axis", jnp.float32(1), rows, values)
     fails(TypeError, "rows must be integers, got float32", table, values[:, 0], values)
@@ -483,7 +483,7 @@ def test_errors_of_weighted_sum():
     table, rows, v = jnp.ones((V, D)), jnp.array([1, 2]), jnp.ones((2, D))
 
     def fails(kind, match, *args):
-        with pytest.raises(kind, match=rf"sparsejax\.scatter_weighted_sum: .*{match}"):
+        with pytest.raises(kind, match=match):
             sj.scatter_weighted_sum(*args)
 
     pulled = sj.SelectedRows(rows, v, V)

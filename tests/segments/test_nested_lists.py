@@ -150,7 +150,7 @@ def test_of_unsorted_segments_with_empty_elements():
     ],
 )
 def test_refuses(lists, error, match):
-    with pytest.raises(error, match=f"SegmentTensor.from_lists: .*{match}"):
+    with pytest.raises(error, match=match):
         make.from_lists(lists)
 
 

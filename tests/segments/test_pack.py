@@ -135,12 +135,12 @@ def test_refusals():
     max_length: Any
     for max_length in (-1, 2.0, None, "3"):
         error = ValueError if max_length == -1 else TypeError
-        with pytest.raises(error, match="pack_segments: max_length must be"):
+        with pytest.raises(error, match="max_length must be"):
             sj.pack_segments(make(), max_length)
-    with pytest.raises(TypeError, match="pack_segments: max_length must be"):
+    with pytest.raises(TypeError, match="max_length must be"):
         jax.jit(sj.pack_segments)(make(), 3)
     for padded in ({"a": np.ones((4, 2)), "b": np.ones((4, 3))}, {}):
-        with pytest.raises(ValueError, match=r"unpack_segments: padded must be"):
+        with pytest.raises(ValueError, match=r"padded must be"):
             sj.unpack_segments(padded, LENGTHS)
     with pytest.raises(TypeError, match="lengths must be integers"):
         sj.unpack_segments(packed(DATA, LENGTHS, 3), LENGTHS * 1.0)

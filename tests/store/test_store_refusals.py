@@ -65,9 +65,7 @@ def test_a_type_beside_an_array():
 
 @pytest.mark.parametrize("capacity", [1.5, "8"])
 def test_capacities(capacity):
-    with pytest.raises(
-        TypeError, match="pull: capacity must be a static, non-negative"
-    ):
+    with pytest.raises(TypeError, match="capacity must be a static, non-negative"):
         new_store().pull("w", [1], capacity=capacity)
 
 

@@ -102,7 +102,7 @@ def bag_sum(
     length = max(n for n in lengths if n <= min(max(average, 1), longest))
     if not spec.segmented or length == 1:
         return xla.bag_sum(table, ids, *rest, spec=spec)
-    segment_ids = _arguments.as_ids("bag_sum", spec.segment_ids(rest), num_bags)
+    segment_ids = _arguments.as_ids(spec.segment_ids(rest), num_bags)
     if not spec.indices_are_sorted:
         ids, segment_ids, weights = _sort_by_bag(ids, segment_ids, weights, num_bags)
     return _sum_pieces(table, ids, weights, segment_ids, num_bags, length, bits)

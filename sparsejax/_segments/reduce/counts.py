@@ -10,9 +10,6 @@ from sparsejax._segments.reduce.reduction import segment_reduction
 from sparsejax._segments.reduce.segments import Segments, check_arguments, fill_empty
 
 
-_COUNT = "sparsejax.segment_count"
-
-
 def segment_count(
     data: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
@@ -46,10 +43,8 @@ def segment_count(
     References:
       Caffe2, `SegmentIdsToLengths`.
     """
-    _, segments = check_arguments(
-        _COUNT, data, segment_ids, num_segments, indices_are_sorted
-    )
-    return fill_empty(_COUNT, segments.lengths(), segments, empty)
+    _, segments = check_arguments(data, segment_ids, num_segments, indices_are_sorted)
+    return fill_empty(segments.lengths(), segments, empty)
 
 
 @segment_reduction(kind="bool", empty="False")

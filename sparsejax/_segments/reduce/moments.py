@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import arithmetic, indexing
 from sparsejax._segments import SegmentTensor
@@ -24,9 +23,6 @@ from sparsejax._segments.reduce.segments import (
     fill_outside,
     over_segments,
 )
-
-
-_NORMALIZE = "sparsejax.segment_normalize"
 
 
 @segment_reduction(kind="real", empty="0")
@@ -115,23 +111,20 @@ def segment_normalize(
     """
     is_number = isinstance(eps, (int, float, np.number))
     if not is_number or not eps > 0:
-        error = _arguments.wrong if is_number else _arguments.wrong_type
-        fix = "It is the lower bound on the variance in the denominator."
-        raise error(_NORMALIZE, "eps", "a static, positive number", f"{eps!r}", fix)
+        error = ValueError if is_number else TypeError
+        raise error(f"eps must be a static, positive number, got {eps!r}.")
 
     def normalize(x: jax.Array, segments: Segments) -> jax.Array:
-        centered, count = _centered(as_floats(_NORMALIZE, x), segments)
+        centered, count = _centered(as_floats(x), segments)
         # Small deviations stay as they are: `eps` is larger than their squares.
         centered, unit = segments.in_units(centered, least=1)
         var = arithmetic.safe_divide(segments.sum(centered * centered), count)
         scale = lax.rsqrt(jnp.maximum(var, jnp.array(eps, var.dtype) / (unit * unit)))
         out = centered * segments.broadcast(scale)
         out = out.astype(indexing.float_dtype(x.dtype))
-        return fill_outside(_NORMALIZE, out, segments, empty)
+        return fill_outside(out, segments, empty)
 
-    return over_segments(
-        _NORMALIZE, data, segment_ids, num_segments, indices_are_sorted, normalize
-    )
+    return over_segments(data, segment_ids, num_segments, indices_are_sorted, normalize)
 
 
 # ------------------------------------------------------------------ private

@@ -170,27 +170,26 @@ def jax_segment_reduction(
 
 def _checked(f: Mathematics, kind: str, per_element: bool) -> Callable[..., Any]:
     """Returns `f` of checked arguments, cast and filled."""
-    call = f"sparsejax.{f.__name__}"
     fill = fill_outside if per_element else fill_empty
 
     def reduce(data, segment_ids, num_segments, indices_are_sorted, empty, **options):
         def one(x: jax.Array, segments: Segments) -> jax.Array:
             if kind == "bool":
-                check_booleans(call, x)
+                check_booleans(x)
                 out = f(x, segments)
             elif kind == "number":
-                check_numbers(call, x)
+                check_numbers(x)
                 out = f(x.astype(indexing.accumulator_dtype(x.dtype)), segments)
                 out = out.astype(x.dtype)
             elif kind == "real":
-                out = f(as_floats(call, x), segments)
+                out = f(as_floats(x), segments)
                 out = out.astype(indexing.float_dtype(x.dtype))
             else:
                 out = f(x, segments)
-            return fill(call, out, segments, empty)
+            return fill(out, segments, empty)
 
         return over_segments(
-            call, data, segment_ids, num_segments, indices_are_sorted, one, **options
+            data, segment_ids, num_segments, indices_are_sorted, one, **options
         )
 
     return reduce

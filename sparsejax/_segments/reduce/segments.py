@@ -101,7 +101,6 @@ class Segments:
 
 
 def over_segments(
-    call: str,
     data: Any,
     segment_ids: Any,
     num_segments: Any,
@@ -113,17 +112,17 @@ def over_segments(
 ) -> Any:
     """Calls `f(array, segments, *arrays)` for `data` or each array of its values."""
     values, segments = check_arguments(
-        call, data, segment_ids, num_segments, indices_are_sorted, **options
+        data, segment_ids, num_segments, indices_are_sorted, **options
     )
 
     def one(path, x):
         if elements.is_nested(x):
             raise ValueError(
-                f"{call}: the values of the SegmentTensor contain another SegmentTensor"
-                f" at values{jax.tree_util.keystr(path)}. Reduce the inner one first: "
-                "the result has one row per element of the outer one."
+                "the values of the SegmentTensor contain another SegmentTensor at "
+                f"values{jax.tree_util.keystr(path)}. Reduce the inner one first: the "
+                "result has one row per element of the outer one."
             )
-        x = _as_data(call, x)
+        x = _as_data(x)
         if out_sharding is None:
             return f(x, segments, *arrays)
 
@@ -135,7 +134,6 @@ def over_segments(
 
 
 def check_arguments(
-    call: str,
     data: Any,
     segment_ids: Any,
     num_segments: Any,
@@ -156,48 +154,45 @@ def check_arguments(
         for other, value in given.items():
             if value is not None:
                 raise ValueError(
-                    f"{call}: {name} is a SegmentTensor, which has its own segments. "
-                    f"Omit {other}, or pass {name}.values instead."
+                    f"{name} is a SegmentTensor, which has its own segments. Omit "
+                    f"{other}, or pass {name}.values instead."
                 )
         is_sorted |= data.is_sorted
         return data.values, Segments(
             data.segment_ids, data.num_segments, is_sorted, is_unique
         )
-    data = _as_data(call, data)
+    data = _as_data(data)
     if segment_ids is None:
         raise ValueError(
-            f"{call}: segment_ids is missing. Pass the segment id of each element, or "
-            "a SegmentTensor as data."
+            "segment_ids is missing. Pass the segment id of each element, or a "
+            "SegmentTensor as data."
         )
-    ids = _arguments.as_integers(call, segment_ids, "segment_ids")
+    ids = _arguments.as_integers(segment_ids, "segment_ids")
     if ids.shape != data.shape[:1]:
         raise ValueError(
-            f"{call}: segment_ids must have shape [n], one id per element along the "
-            f"first axis of {name}, got {ids.shape} for {name} of shape {data.shape}."
+            "segment_ids must have shape [n], one id per element along the first axis "
+            f"of {name}, got {ids.shape} for {name} of shape {data.shape}."
         )
     if num_segments is not None:
-        count = _arguments.static_int(call, "num_segments", num_segments)
+        count = _arguments.static_int("num_segments", num_segments)
     elif _arguments.is_concrete(ids):
         count = max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
     else:
         raise ValueError(
-            f"{call}: num_segments is required inside jit or sparsejax.value_and_grad, "
-            "and under vmap over the ids, where their values are unknown. Pass "
+            "num_segments is required inside jit or sparsejax.value_and_grad, and "
+            "under vmap over the ids, where their values are unknown. Pass "
             "num_segments, a static int."
         )
-    ids = _arguments.as_ids(call, ids, count, "segment_ids")
+    ids = _arguments.as_ids(ids, count, "segment_ids")
     try:
         found = lax.GatherScatterMode.from_any(mode)
     except (TypeError, ValueError):
         found = lax.GatherScatterMode.ONE_HOT
     if found is lax.GatherScatterMode.ONE_HOT:
-        raise _arguments.wrong(
-            call,
-            "mode",
-            "'drop', 'clip' or None",
-            _arguments.show(mode),
-            "With 'clip', elements whose id is out of range go to the first or last "
-            "segment; otherwise they are dropped.",
+        raise ValueError(
+            f"mode must be 'drop', 'clip' or None, got {_arguments.show(mode)}. With "
+            "'clip', elements whose id is out of range go to the first or last "
+            "segment; otherwise they are dropped."
         )
     if found is lax.GatherScatterMode.CLIP:
         is_unique = False  # several elements may go to the last segment
@@ -207,53 +202,45 @@ def check_arguments(
     return data, Segments(ids, count, is_sorted, is_unique)
 
 
-def _as_data(call: str, data: Any) -> jax.Array:
+def _as_data(data: Any) -> jax.Array:
     try:
         data = jnp.asarray(data)
     except (OverflowError, TypeError, ValueError):
-        raise _arguments.wrong_type(
-            call,
-            "data",
-            "an array or a SegmentTensor",
-            _arguments.kind_of(data),
-            "For a tree of arrays, use jax.tree.map or make a SegmentTensor of it.",
+        raise TypeError(
+            "data must be an array or a SegmentTensor, got "
+            f"{_arguments.kind_of(data)}. For a tree of arrays, use jax.tree.map or "
+            "make a SegmentTensor of it."
         ) from None
     if data.ndim == 0:
         raise ValueError(
-            f"{call}: data must have at least one axis (the elements), got a scalar."
+            "data must have at least one axis (the elements), got a scalar."
         )
     return data
 
 
-def check_booleans(call: str, data: jax.Array) -> None:
+def check_booleans(data: jax.Array) -> None:
     """Raises a TypeError unless `data` is boolean."""
     if data.dtype != jnp.bool_:
-        raise _arguments.wrong_type(
-            call, "data", "boolean", f"{data.dtype}", "Compare first, as in data != 0."
+        raise TypeError(
+            f"data must be boolean, got {data.dtype}. Compare first, as in data != 0."
         )
 
 
-def check_numbers(call: str, data: jax.Array) -> None:
+def check_numbers(data: jax.Array) -> None:
     """Raises a TypeError if `data` is boolean."""
     if data.dtype == jnp.bool_:
-        raise _arguments.wrong_type(
-            call,
-            "data",
-            "numbers",
-            "bool",
-            "Cast it with .astype(jnp.int32), or use segment_any or segment_all.",
+        raise TypeError(
+            "data must be numbers, got bool. Cast it with .astype(jnp.int32), or use "
+            "segment_any or segment_all."
         )
 
 
-def as_floats(call: str, data: jax.Array) -> jax.Array:
+def as_floats(data: jax.Array) -> jax.Array:
     """Returns `data` in the dtype of the computation; integers become float32."""
     if jnp.issubdtype(data.dtype, jnp.complexfloating):
-        raise _arguments.wrong_type(
-            call,
-            "data",
-            "real numbers",
-            f"{data.dtype}",
-            "Reduce .real and .imag separately.",
+        raise TypeError(
+            f"data must be real numbers, got {data.dtype}. Reduce .real and .imag "
+            "separately."
         )
     return data.astype(indexing.float_accumulator_dtype(data.dtype))
 
@@ -261,35 +248,31 @@ def as_floats(call: str, data: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------ empty segments
 
 
-def fill(call: str, out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
+def fill(out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
     """Returns `out` with the scalar `empty` in the rows that are `missing`."""
-    value = _arguments.to_array(call, empty, "empty", "a scalar")
+    value = _arguments.to_array(empty, "empty", "a scalar")
     # `empty` must not change the kind of the result: no float in integers.
     kinds = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
     promoted = indexing.promote(value, out.dtype)
     kind = next(kind for kind in kinds if jnp.issubdtype(promoted, kind))
     if value.ndim or not jnp.issubdtype(out.dtype, kind):
-        raise _arguments.wrong_type(
-            call,
-            "empty",
-            f"a scalar that can be cast to the dtype of the result, {out.dtype}",
-            _arguments.show(empty),
+        raise TypeError(
+            "empty must be a scalar that can be cast to the dtype of the result, "
+            f"{out.dtype}, got {_arguments.show(empty)}."
         )
     missing = indexing.append_axes(missing, out.ndim)
     return jnp.where(missing, value.astype(out.dtype), out)
 
 
-def fill_empty(call: str, out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
+def fill_empty(out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
     """Fills rows of empty segments with `empty`, if given."""
     if empty is None:
         return out
-    return fill(call, out, segments.lengths() == 0, empty)
+    return fill(out, segments.lengths() == 0, empty)
 
 
-def fill_outside(
-    call: str, out: jax.Array, segments: Segments, empty: Any
-) -> jax.Array:
+def fill_outside(out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
     """Fills rows of elements outside all segments with `empty`, if given."""
     if empty is None:
         return out
-    return fill(call, out, ~segments.inside, empty)
+    return fill(out, ~segments.inside, empty)

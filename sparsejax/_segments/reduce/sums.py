@@ -25,9 +25,7 @@ from sparsejax._segments.reduce.segments import (
 )
 
 
-_SUM = "sparsejax.segment_sum"
 _MEAN = "sparsejax.segment_mean"
-_SQRTN = "sparsejax.segment_sqrtn"
 
 
 # ------------------------------------------------------------------ sums
@@ -97,26 +95,25 @@ def segment_sum(
     del bucket_size
 
     def total(x: jax.Array, segments: Segments, *weights: jax.Array) -> jax.Array:
-        check_numbers(_SUM, x)
+        check_numbers(x)
         dtype = x.dtype
         if weights:
-            w = _as_weights(_SUM, weights[0], x)
+            w = _as_weights(weights[0], x)
             if not jnp.issubdtype(dtype, jnp.inexact):
                 dtype = indexing.promote(dtype, w.dtype)
             wide = indexing.accumulator_dtype(dtype)
             x = _weighted(x, segments.mask(w.astype(wide)), segments)
         wide = indexing.accumulator_dtype(dtype)
         out = segments.sum(x.astype(wide)).astype(dtype)
-        return fill_empty(_SUM, out, segments, empty)
+        return fill_empty(out, segments, empty)
 
     return over_segments(
-        _SUM,
         data,
         segment_ids,
         num_segments,
         indices_are_sorted,
         total,
-        *(() if weights is None else (_arguments.to_array(_SUM, weights, "weights"),)),
+        *(() if weights is None else (_arguments.to_array(weights, "weights"),)),
         mode=mode,
         unique_indices=unique_indices,
         out_sharding=out_sharding,
@@ -165,13 +162,11 @@ def segment_mean(
     def mean(x: jax.Array, segments: Segments) -> jax.Array:
         if weights is None:
             count = segments.lengths()
-            return _sum_over(_MEAN, x, None, count, segments, empty)
-        w = _masked_weights(_MEAN, x, segments, weights)
-        return _sum_over(_MEAN, x, w, segments.sum(w), segments, empty)
+            return _sum_over(x, None, count, segments, empty)
+        w = _masked_weights(x, segments, weights)
+        return _sum_over(x, w, segments.sum(w), segments, empty)
 
-    return over_segments(
-        _MEAN, data, segment_ids, num_segments, indices_are_sorted, mean
-    )
+    return over_segments(data, segment_ids, num_segments, indices_are_sorted, mean)
 
 
 def segment_sqrtn(
@@ -219,41 +214,34 @@ def segment_sqrtn(
             w, squares = None, segments.lengths()
             squares = squares.astype(indexing.float_accumulator_dtype(x.dtype))
         else:
-            w = _masked_weights(_SQRTN, x, segments, weights)
+            w = _masked_weights(x, segments, weights)
             w, _ = segments.in_units(w)
             squares = segments.sum(w * w)
         by = arithmetic.root(squares)
-        return _sum_over(_SQRTN, x, w, by, segments, empty)
+        return _sum_over(x, w, by, segments, empty)
 
-    return over_segments(
-        _SQRTN, data, segment_ids, num_segments, indices_are_sorted, sqrtn
-    )
+    return over_segments(data, segment_ids, num_segments, indices_are_sorted, sqrtn)
 
 
-def _as_weights(call: str, weights: Any, data: jax.Array) -> jax.Array:
+def _as_weights(weights: Any, data: jax.Array) -> jax.Array:
     """Returns `weights`, one for each element of `data`, as an array `[n]`."""
-    weights = _arguments.to_array(call, weights, "weights")
+    weights = _arguments.to_array(weights, "weights")
     if weights.shape != data.shape[:1]:
         raise ValueError(
-            f"{call}: weights must have one entry per element of data, shape "
-            f"{data.shape[:1]}, got {weights.shape}."
+            f"weights must have one entry per element of data, shape {data.shape[:1]}, "
+            f"got {weights.shape}."
         )
     if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
-        raise _arguments.wrong_type(
-            call,
-            "weights",
-            "real numbers (integers or floats)",
-            f"{weights.dtype}",
-            "Cast them with .astype(jnp.float32).",
+        raise TypeError(
+            f"weights must be real numbers (integers or floats), got {weights.dtype}. "
+            "Cast them with .astype(jnp.float32)."
         )
     return weights
 
 
-def _masked_weights(
-    call: str, x: jax.Array, segments: Segments, weights: Any
-) -> jax.Array:
+def _masked_weights(x: jax.Array, segments: Segments, weights: Any) -> jax.Array:
     """Returns weights in the dtype of sums of `x`, 0 outside segments."""
-    w = _as_weights(call, weights, x)
+    w = _as_weights(weights, x)
     return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 
@@ -264,7 +252,6 @@ def _weighted(x: jax.Array, w: jax.Array, segments: Segments) -> jax.Array:
 
 
 def _sum_over(
-    call: str,
     x: jax.Array,
     w: jax.Array | None,
     by: jax.Array,
@@ -278,7 +265,7 @@ def _sum_over(
     else:
         x = _weighted(x, w, segments)
     out = arithmetic.safe_divide(segments.sum(x), by).astype(dtype)
-    return out if empty is None else fill(call, out, by == 0, empty)
+    return out if empty is None else fill(out, by == 0, empty)
 
 
 # ------------------------------------------------------------------ products

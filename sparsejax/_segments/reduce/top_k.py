@@ -22,9 +22,6 @@ from sparsejax._segments.reduce.segments import (
 )
 
 
-_CALL = "sparsejax.segment_top_k"
-
-
 def segment_top_k(
     data: ArrayLike | SegmentTensor,
     segment_ids: ArrayLike | None = None,
@@ -73,14 +70,12 @@ def segment_top_k(
     References:
       Caffe2, `LengthsTopK`; `jax.lax.top_k`.
     """
-    k = _arguments.static_int(_CALL, "k", k)
+    k = _arguments.static_int("k", k)
 
     def top_k(x: jax.Array, segments: Segments) -> tuple[jax.Array, jax.Array]:
         return _top_k(x, segments, k, empty)
 
-    return over_segments(
-        _CALL, data, segment_ids, num_segments, indices_are_sorted, top_k
-    )
+    return over_segments(data, segment_ids, num_segments, indices_are_sorted, top_k)
 
 
 def _top_k(
@@ -113,7 +108,7 @@ def _top_k(
         values = columns.at[found, column].get(mode="clip")
         values = jnp.where(is_there, values, jnp.zeros((), x.dtype))
     if empty is not None:
-        values = fill(_CALL, values, ~is_there, empty)
+        values = fill(values, ~is_there, empty)
 
     # From positions in the data to positions in the segment.
     order = in_order(segments)

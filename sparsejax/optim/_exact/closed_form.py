@@ -51,9 +51,9 @@ eps > 0,
 
     |error of F_t| <= F_t * max over u of sum_j s_j(u) / |T_n(z_j)|           (bound)
 
-where s_j is the share of term j in F_t. `identify` takes the smallest n for which this
-is at most 2e-7. For Adam's defaults n = 10. The bound is then 1e-7 for rows last read
-at step 1, 7e-10 at step 10, and 8e-12 at step 100.
+where s_j is the share of term j in F_t. `plan` takes the smallest n for which this is
+at most 2e-7. For Adam's defaults n = 10. The bound is then 1e-7 for rows last read at
+step 1, 7e-10 at step 10, and 8e-12 at step 100.
 """
 
 import math
@@ -65,7 +65,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax._rows import indexing
-from sparsejax.optim._exact.shadow_model import Probes, ShadowModel
+from sparsejax.optim._exact.zero_gradient import ZeroGradientStep
 from sparsejax.optim._optimizers import base
 
 
@@ -107,81 +107,66 @@ class Recurrence(NamedTuple):
 
 
 def displacement_coefficients(
-    shadow: ShadowModel,
-    recurrences: dict[int, Recurrence],
-    state: Any,
-    previous: dict[int, Any] | None,
-) -> dict[int, jax.Array]:
-    """F_t of every table, as a vector.
+    step: ZeroGradientStep,
+    recurrence: Recurrence,
+    shared: Sequence[Any],
+    previous: Any,
+) -> jax.Array:
+    """F_t of a table, as a vector.
 
     Args:
-      shadow: runs the optimizer on probes.
-      recurrences: by table.
-      state: the optimizer's state after step t.
-      previous: the vectors of step t - 1. The sum of log(1 - d) continues from there;
+      step: a step without a gradient of the table.
+      recurrence: of the table.
+      shared: the leaves `step.shared` of the optimizer's state, after step t.
+      previous: the vector of step t - 1. The sum of log(1 - d) continues from there;
         with None it starts at zero.
 
     Returns:
-      By table `[num_coefficients]`. With weight decay: the sum of log(1 - d) up to step
+      `[num_coefficients]`. With weight decay: the sum of log(1 - d) up to step
       t as two floats, and the next term. With a second moment: sigma. Then for each
       first moment the coefficients of F (y + sigma), a polynomial in 2 u - 1.
     """
-    length = max(r.horizon for r in recurrences.values())
-    powers = {
-        i: _powers_of_ratios(r, length, shadow.dtype(i)) for i, r in recurrences.items()
-    }
-    sigma = {}
-    if any(r.second_moment is not None for r in recurrences.values()):
-        ends = np.array([0.0, LARGE])
-        steps = zero_gradient_steps(
-            shadow, recurrences, state, {i: ends for i in recurrences}
+    powers = _powers_of_ratios(recurrence, dtype_of(step))
+    nodes = roots = _chebyshev_nodes(recurrence)
+    sigma = None
+    if recurrence.second_moment is not None:
+        moved = zero_gradient_steps(step, recurrence, shared, np.array([0.0, LARGE]))
+        at_zero, at_large = _split(recurrence, moved)[0][:, 0].T
+        far = powers[0] @ at_large * np.asarray(LARGE, at_large.dtype)
+        near = powers[0] @ at_zero
+        # At a learning rate of zero nothing moves, and any sigma is right.
+        still = near == 0
+        sigma = jnp.where(still, jnp.ones_like(far), far) / jnp.where(
+            still, jnp.ones_like(near), near
         )
-        for i, r in recurrences.items():
-            if r.second_moment is not None:
-                at_zero, at_large = _split(r, steps[i])[0][:, 0].T
-                power = powers[i][0]
-                far = power @ at_large * np.asarray(LARGE, at_large.dtype)
-                near = power @ at_zero
-                # At a learning rate of zero nothing moves, and any sigma is right.
-                still = near == 0
-                sigma[i] = jnp.where(still, jnp.ones_like(far), far) / jnp.where(
-                    still, jnp.ones_like(near), near
-                )
-    nodes = {i: _chebyshev_nodes(r) for i, r in recurrences.items()}
-    roots = {
-        i: sigma[i] * np.asarray(u / (1 - u), sigma[i].dtype) if i in sigma else u
-        for i, u in nodes.items()
-    }
-    steps = zero_gradient_steps(shadow, recurrences, state, roots)
-    vectors = {}
-    for i, r in recurrences.items():
-        by_moment, decay = _split(r, steps[i])
+        roots = sigma * np.asarray(nodes / (1 - nodes), sigma.dtype)
+    moved = zero_gradient_steps(step, recurrence, shared, roots)
+    by_moment, decay = _split(recurrence, moved)
+    parts: list[Any] = [jnp.zeros(0, by_moment.dtype)]
+    if recurrence.decays:
         log_decay = jnp.log1p(-decay)
-        parts: list[Any] = [jnp.zeros(0, shadow.dtype(i))]
-        if r.decays:
-            parts.append(
-                _add_log(log_decay[0], None if previous is None else previous[i])
-            )
-        growth = jnp.exp(-jnp.cumsum(log_decay)) if r.decays else None
-        if i in sigma:
-            parts.append(sigma[i].reshape(1))
-        for k in range(len(r.first_moments)):
-            power = powers[i][k] if growth is None else powers[i][k] * growth
-            values = power @ by_moment[:, k]
-            if i in sigma:
-                values *= sigma[i] / np.asarray(1 - nodes[i], values.dtype)
-                values = _to_powers(values)
-            parts.append(values)
-        vectors[i] = jnp.concatenate(parts)
-    return vectors
+        parts.append(_add_log(log_decay[0], previous))
+        growth = jnp.exp(-jnp.cumsum(log_decay))
+        powers = [power * growth for power in powers]
+    if sigma is not None:
+        parts.append(sigma.reshape(1))
+    for k, power in enumerate(powers):
+        values = power @ by_moment[:, k]
+        if sigma is not None:
+            values *= sigma / np.asarray(1 - nodes, values.dtype)
+            values = _to_powers(values)
+        parts.append(values)
+    return jnp.concatenate(parts)
+
+
+def dtype_of(step: ZeroGradientStep) -> Any:
+    """The dtype that closed forms of a table are computed in."""
+    return indexing.accumulator_dtype(step.dtypes[0])
 
 
 def zero_gradient_steps(
-    shadow: ShadowModel,
-    recurrences: dict[int, Recurrence],
-    state: Any,
-    roots: dict[int, Any],
-) -> dict[int, jax.Array]:
+    step: ZeroGradientStep, recurrence: Recurrence, shared: Sequence[Any], roots: Any
+) -> jax.Array:
     """The next K steps on probes: the amount that each subtracts from the weight.
 
     The probes are unit impulses. One for each first moment and each root has that
@@ -189,24 +174,22 @@ def zero_gradient_steps(
     the second moment decays. The last probe has a weight of 1 and no moments.
 
     Args:
-      shadow, recurrences, state: as for `displacement_coefficients`.
-      roots: by table `[n]`, square roots of the second moment now.
+      step, recurrence, shared: as for `displacement_coefficients`.
+      roots: `[n]`, square roots of the second moment now.
 
     Returns:
-      By table `[K, len(first_moments) * n + 1]`.
+      `[K, len(first_moments) * n + 1]`.
     """
-    length = max(r.horizon for r in recurrences.values())
-    probes = {
-        i: _impulses(r, roots[i], length, shadow.dtype(i))
-        for i, r in recurrences.items()
-    }
-    one = lambda ahead, probes: shadow.step(state, probes, ahead=ahead)[0]
-    moved = jax.vmap(one)(np.arange(length, dtype=np.int32), probes)
-    return {i: -x.astype(shadow.dtype(i)) for i, x in moved.items()}
+    weights, moments = _impulses(recurrence, roots, dtype_of(step))
+    move = lambda ahead, weight, moments: step(shared, ahead, weight, moments)[0]
+    each = jax.vmap(jax.vmap(move, (None, 0, 0)))
+    ahead = np.arange(recurrence.horizon, dtype=np.int32)
+    return -each(ahead, weights, moments).astype(weights.dtype)
 
 
-def _impulses(recurrence: Recurrence, roots: Any, length: int, dtype: Any) -> Probes:
-    count = len(recurrence.first_moments)
+def _impulses(recurrence: Recurrence, roots: Any, dtype: Any) -> tuple[Any, list[Any]]:
+    """Weights and moments of the probes, each `[K, len(first_moments) * n + 1]`."""
+    length, count = recurrence.horizon, len(recurrence.first_moments)
     places = count * len(roots) + 1
     moments = []
     for k, ratio in enumerate(recurrence.ratios):
@@ -221,17 +204,14 @@ def _impulses(recurrence: Recurrence, roots: Any, length: int, dtype: Any) -> Pr
             every, fall = jnp.square(every), ratio ** np.arange(length)
         moments.append(every.reshape(1, -1) * jnp.asarray(fall.reshape(-1, 1), dtype))
     weights = jnp.zeros((length, places), dtype).at[:, -1].set(1)
-    return Probes(weights, tuple(moments))
+    return weights, moments
 
 
-def _powers_of_ratios(
-    recurrence: Recurrence, length: int, dtype: Any
-) -> list[np.ndarray]:
-    """b_m^(j-1) of each first moment, j = 1, ..., length; zero beyond the horizon."""
-    j = np.arange(length, dtype=np.float64)
-    kept = j < recurrence.horizon
+def _powers_of_ratios(recurrence: Recurrence, dtype: Any) -> list[Any]:
+    """b_m^(j-1) of each first moment, j = 1, ..., K."""
+    j = np.arange(recurrence.horizon, dtype=np.float64)
     ratios = [recurrence.ratios[k] for k in recurrence.first_moments]
-    return [np.asarray(ratio**j * kept, dtype) for ratio in ratios]
+    return [np.asarray(ratio**j, dtype) for ratio in ratios]
 
 
 def _split(recurrence: Recurrence, steps: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,170 +1,323 @@
-"""Chooses the leaves that are tables, with their recurrences or reasons to refuse."""
+"""Chooses the leaves that are tables, and finds the recurrence of each.
 
-from collections.abc import Sequence
+`zero_gradient` proves the form of a step without a gradient: which moments move the
+weights, and which moment their factors depend on. The numbers in it (ratios, decay, and
+factors as a function of the second moment) come from running that step.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax import _arguments
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._exact import closed_form, identify
-from sparsejax.optim._exact.closed_form import Recurrence
-from sparsejax.optim._exact.shadow_model import ShadowModel
-from sparsejax.optim._lazy import callables, judge, state_leaves
+from sparsejax.optim._exact import closed_form
+from sparsejax.optim._exact.closed_form import LARGE, Recurrence
+from sparsejax.optim._exact.zero_gradient import (
+    COUNTS,
+    NotExactError,
+    ZeroGradientStep,
+    read_steps,
+)
+from sparsejax.optim._lazy import callables, judge, parts, state_leaves
+
+
+BOUND = 2e-7  # relative error of F: about the rounding of float32
+LARGEST_BOUND = 2e-6  # where BOUND takes more nodes than float32 can sum
+NODES = (2, 4, 6, 8, 10, 12, 16, 20)  # numbers of nodes that are tried
+MAX_HORIZON = 4096
+FACTORS_AT = np.array([1, 2, 4, 16, 256, 10**5], np.int32)  # step counts
+ROOTS = np.array([0, LARGE, *10.0 ** np.arange(-12, 4.5, 0.5)])
+TOLERANCE = 5e-5  # rounding of one factor in float32
+TOLERANCE_16_BITS = 0.3
 
 
 class Plan(NamedTuple):
     """The tables of a tree of parameters.
 
-    Args:
+    Attributes:
       recurrences: by table, in the order of the leaves.
+      steps: by table, its step without a gradient.
       refused: by leaf, why it is not a table, if `tx` is the reason.
       owners: for each leaf of the state of `tx`, the table that it follows, or None.
-      shadow: runs `tx` on probes of all tables.
+      state: the state of `tx` as ShapeDtypeStructs.
       tx: the transformation for these parameters, see `callables.resolve`.
     """
 
     recurrences: dict[int, Recurrence]
+    steps: dict[int, ZeroGradientStep]
     refused: dict[int, str]
     owners: tuple[int | None, ...]
-    shadow: ShadowModel
+    state: Any
     tx: Any
 
     def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
         """F of every table after `state`; `now` is F of the step before, or None."""
-        moving = {i: r for i, r in self.recurrences.items() if r.num_coefficients}
-        previous = None if now is None else dict(zip(self.recurrences, now))
-        found = {}
-        if moving:
-            found = closed_form.displacement_coefficients(
-                self.shadow, moving, state, previous
-            )
-        return [
-            found[i] if i in found else jnp.zeros(0, self.shadow.dtype(i))
-            for i in self.recurrences
-        ]
+        leaves, by_step = jax.tree.leaves(state), {}
+        for k, (i, recurrence) in enumerate(self.recurrences.items()):
+            step = self.steps[i]
+            if step.key not in by_step:
+                by_step[step.key] = (
+                    closed_form.displacement_coefficients(
+                        step,
+                        recurrence,
+                        [jnp.asarray(leaves[j]) for j in step.shared],
+                        None if now is None else now[k],
+                    )
+                    if recurrence.num_coefficients
+                    else jnp.zeros(0, closed_form.dtype_of(step))
+                )
+        return [by_step[self.steps[i].key] for i in self.recurrences]
 
     def refusal(self, leaf: int, where: str) -> ValueError:
         """The error for a leaf at the path `where` that is not a table."""
-        if leaf not in self.refused:
-            return ValueError(
-                f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is "
-                "not a table, because tables= does not include it. Include it there "
-                "(by default all real float leaves of rank 2 or more are tables), or "
-                "pass its gradient as an array."
-            )
-        return not_exact(where, self.refused[leaf])
+        if leaf in self.refused:
+            return not_exact(where, self.refused[leaf])
+        return ValueError(
+            f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is not a "
+            "table, because tables= does not include it. Include it there (by default "
+            "all real float leaves of rank 2 or more are tables), or pass its gradient "
+            "as an array."
+        )
 
 
 def not_exact(name: str, reason: Any) -> ValueError:
     """The error for a transformation that cannot be kept exact."""
     return ValueError(
-        f"sparsejax.optim.exact: {name} cannot be kept exact, because of "
-        f"{reason}. Supported are sgd, momentum, nesterov, adam, "
-        "nadam, adamw, rmsprop, adagrad and similar, with schedules, decoupled "
-        "weight decay and gradient clipping. For other optimizers use "
-        "sparsejax.optim.lazy(tx), which leaves rows without a gradient "
-        "unchanged."
+        f"sparsejax.optim.exact: {name} cannot be kept exact, because of {reason}. "
+        "Supported are sgd, momentum, nesterov, adam, nadam, adamw, rmsprop, adagrad "
+        "and similar, with schedules, decoupled weight decay and gradient clipping. "
+        "For other optimizers use sparsejax.optim.lazy(tx), which leaves rows without "
+        "a gradient unchanged."
     )
 
 
-class Planner:
-    """Makes the plan of a tree of parameters, once for each kind of tree.
+def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]]:
+    """Returns a function of parameters: their leaves and structure, and the plan.
 
     Args:
       tx: the optimizer.
       tables: as for `exact`.
     """
+    verdicts = judge.Verdicts(tx)
 
-    def __init__(self, tx: Any, tables: Any):
-        self._tx = tx
-        self._tables = tables
-        self._verdicts = judge.Verdicts(tx)
-        # It runs `tx`, which takes a second, and depends on shapes and dtypes only.
-        self._cached_plan = trees.remember(self._make_plan)
+    # Depends on shapes and dtypes only.
+    make = trees.remember(lambda *tree: _make_plan(tx, verdicts, *tree))
 
-    def __call__(self, params: Any) -> tuple[list[Any], Any, Plan]:
-        """Leaves and structure of the parameters, and the plan."""
+    def plan_of(params):
         leaves, treedef = trees.flatten(params)
         specs = tuple(map(trees.to_spec, leaves))
-        if self._tables is None:
-            tables = tuple(
-                i for i, s in enumerate(specs) if _has_rows(s) and len(s.shape) > 1
-            )
-        else:
-            tables = self._requested(params, specs)
-        if not tables:
-            raise ValueError(
-                "sparsejax.optim.exact: the parameters have no table: no real float "
-                "leaf of rank 2 or more. Mark one of rank 1 with tables=, or use the "
-                "optimizer unwrapped."
-            )
-        plan = self._cached_plan(treedef, specs, tables)
-        refused = [i for i in tables if i in plan.refused]
-        if refused and (self._tables is not None or not plan.recurrences):
+        requested = _requested(tables, params, specs)
+        plan = make(treedef, specs, requested)
+        refused = [i for i in requested if i in plan.refused]
+        if refused and (tables is not None or not plan.recurrences):
             where = trees.leaf_paths(params, "params")[refused[0]]
             raise plan.refusal(refused[0], where)
         return leaves, treedef, plan
 
-    def _requested(self, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
-        """The leaves that `tables=` names."""
-        is_leaf = trees.is_none_or_masked
-        if _arguments.is_predicate(self._tables, params):
-            paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
-            requested = [bool(self._tables(path, leaf)) for path, leaf in paths]
-        else:
-            try:
-                tree = jax.tree.broadcast(self._tables, params, is_leaf=is_leaf)
-                requested = jax.tree.leaves(tree, is_leaf=is_leaf)
-                are_bools = all(r in (True, False) or is_leaf(r) for r in requested)
-            except ValueError:
-                requested, are_bools = [], False
-            if not are_bools:
-                raise _arguments.wrong(
-                    "sparsejax.optim.exact",
-                    "tables=",
-                    "a prefix of the parameter tree, with True or False at its leaves",
-                    _arguments.show(self._tables),
-                    _arguments.show_mismatch(self._tables, params, is_leaf),
-                )
-        for i, request in enumerate(requested):
-            if request and not _has_rows(specs[i]):
-                raise ValueError(
-                    "sparsejax.optim.exact: tables= marks "
-                    f"{trees.leaf_paths(params, 'params')[i]} as a table, but it has "
-                    f"no rows of real floats: it is {_arguments.show_spec(specs[i])}."
-                )
-        return tuple(i for i, request in enumerate(requested) if request)
+    return plan_of
 
-    def _make_plan(self, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
-        found = self._verdicts(treedef, specs, tables).refused
-        refused = {i: str(reason) for i, reason in found.items()}
-        tx = callables.resolve(self._tx, treedef, specs)
-        owners = state_leaves.find(tx.init, treedef, specs, tables).owners
-        kept = [i for i in tables if i not in refused]
-        programs = judge.programs(self._tx, treedef, specs, kept)
-        recurrences: dict[int, Recurrence] = {}
-        known: dict[Any, Recurrence | identify.NotExactError] = {}
-        for i in kept:
-            program = programs[i]
-            if program.key not in known:
-                try:
-                    known[program.key] = identify.find_recurrence(tx, treedef, specs, i)
-                except identify.NotExactError as error:
-                    known[program.key] = error
-            recurrence = known[program.key]
-            if isinstance(recurrence, identify.NotExactError):
-                refused[i] = f"{program.name_at(recurrence.leaf)}: {recurrence}"
-            else:
-                own = tuple(k for k, owner in enumerate(owners) if owner == i)
-                recurrences[i] = recurrence._replace(leaves=own)
-        moments = {i: r.leaves for i, r in recurrences.items()}
-        shadow = ShadowModel(tx, treedef, specs, moments)
-        return Plan(recurrences, refused, owners, shadow, tx)
+
+def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
+    """The leaves that `tables=` names."""
+    is_leaf = trees.is_none_or_masked
+    if tables is None:
+        flags = [_has_rows(s) and len(s.shape) > 1 for s in specs]
+    elif _arguments.is_predicate(tables, params):
+        paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+        flags = [bool(tables(path, leaf)) for path, leaf in paths]
+    else:
+        try:
+            tree = jax.tree.broadcast(tables, params, is_leaf=is_leaf)
+            flags = jax.tree.leaves(tree, is_leaf=is_leaf)
+        except ValueError:
+            flags = [tables]
+        if not all(flag in (True, False) or is_leaf(flag) for flag in flags):
+            mismatch = _arguments.show_mismatch(tables, params, is_leaf)
+            raise ValueError(
+                "sparsejax.optim.exact: tables= must be a prefix of the parameter "
+                "tree, with True or False at its leaves, got "
+                f"{_arguments.show(tables)}. {mismatch}".strip()
+            )
+    for i, flag in enumerate(flags):
+        if flag and not _has_rows(specs[i]):
+            raise ValueError(
+                "sparsejax.optim.exact: tables= marks "
+                f"{trees.leaf_paths(params, 'params')[i]} as a table, but it has no "
+                f"rows of real floats: it is {_arguments.show_spec(specs[i])}."
+            )
+    if not any(flags):
+        raise ValueError(
+            "sparsejax.optim.exact: the parameters have no table: no real float leaf "
+            "of rank 2 or more. Mark one of rank 1 with tables=, or use the optimizer "
+            "unwrapped."
+        )
+    return tuple(i for i, flag in enumerate(flags) if flag)
 
 
 def _has_rows(spec: Any) -> bool:
     if trees.is_none_or_masked(spec) or not spec.shape:
         return False
     return jnp.issubdtype(spec.dtype, jnp.floating)
+
+
+def _make_plan(
+    tx: Any, verdicts: Any, treedef: Any, specs: Any, tables: tuple[int, ...]
+) -> Plan:
+    refused = {i: str(r) for i, r in verdicts(treedef, specs, tables).refused.items()}
+    tx = callables.resolve(tx, treedef, specs)
+    state = state_leaves.find(tx.init, treedef, specs, tables)
+    kept = [i for i in tables if i not in refused]
+    recurrences: dict[int, Recurrence] = {}
+    by_step: dict[Any, Any] = {}
+    with _numbers():
+        steps = read_steps(tx, treedef, specs, state.owners, kept)
+        for i, step in steps.items():
+            leaves = tuple(k for k, owner in enumerate(state.owners) if owner == i)
+            try:
+                if isinstance(step, NotExactError):
+                    raise step
+                if step.key not in by_step:
+                    by_step[step.key] = find_recurrence(step)
+                recurrences[i] = by_step[step.key]._replace(leaves=leaves)
+            except NotExactError as error:
+                refused[i] = _reason(tx, error)
+    return Plan(recurrences, steps, refused, state.owners, state.state, tx)
+
+
+@contextlib.contextmanager
+def _numbers() -> Iterator[None]:
+    """JAX's defaults, in which programs run at once, even in a trace."""
+    with contextlib.ExitStack() as stack:
+        for context in (
+            judge.jax_defaults(),
+            jax.debug_nans(False),
+            jax.debug_infs(False),
+            jax.transfer_guard("allow"),
+            jax.ensure_compile_time_eval(),
+            np.errstate(all="ignore"),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+def _reason(tx: Any, error: NotExactError) -> str:
+    part = parts.of_equation(error.eqn, ())
+    line = parts.line_of(error.eqn, part, "") if error.eqn else ""
+    part = part or (parts.innermost((), tx),)
+    return str(parts.reason(str(error), part, line))
+
+
+# ------------------------------------------------------------------ recurrences
+
+
+def find_recurrence(step: ZeroGradientStep) -> Recurrence:
+    """Finds the numbers of a recurrence by running a step without a gradient.
+
+    Raises:
+      NotExactError: it has no closed form.
+    """
+    count = len(step.dtypes) - 1
+
+    def respond(ahead):
+        at_rest = [k not in step.first_moments for k in range(count)]
+        decay = -step(step.fresh, ahead, 1, at_rest)[0]
+        return decay, step(step.fresh, ahead, 1, [1] * count)[1:]
+
+    decay, left = _evaluate(jax.vmap(respond), COUNTS)
+    ratios = tuple(float(x[0]) for x in left)
+    for k, (x, ratio) in enumerate(zip(left, ratios)):
+        if not 0 <= ratio <= 1 or np.any(x != x[0]):
+            raise NotExactError(
+                f"a step without gradient multiplies its state {step.names[k]} by "
+                f"{min(x):.3g} to {max(x):.3g}, not by a constant factor up to 1"
+            )
+    if not np.all(decay < 1):
+        raise NotExactError("a step without gradient decays its weights to nothing")
+    recurrence = Recurrence(
+        (), ratios, step.first_moments, step.second_moment, step.decays
+    )
+    if not step.first_moments:
+        return recurrence
+    steps = closed_form.horizon(_slowest(recurrence, float(np.max(decay))))
+    if steps > MAX_HORIZON:
+        raise NotExactError(
+            f"its momentum fades too slowly: {steps} steps would have to be replayed, "
+            f"but the limit is {MAX_HORIZON}"
+        )
+    recurrence = recurrence._replace(horizon=steps)
+    if step.second_moment is None:
+        return recurrence
+    factors = _factors(step, recurrence)
+    for nodes in NODES:
+        bound = max(closed_form.error_bound(*x, nodes=nodes) for x in factors)
+        if bound <= (LARGEST_BOUND if nodes == NODES[-1] else BOUND):
+            return recurrence._replace(nodes=nodes, bound=bound)
+    raise NotExactError(
+        "its dependence on the second moment changes too much from step to step: "
+        f"interpolation has a relative error of {bound:.1e}, more than "
+        f"{LARGEST_BOUND:g}"
+    )
+
+
+def _slowest(recurrence: Recurrence, decay: float) -> float:
+    """The ratio of the terms of F."""
+    slowest = max(recurrence.ratios[k] for k in recurrence.first_moments)
+    if recurrence.second_moment is not None:
+        slowest /= max(recurrence.ratios[recurrence.second_moment], 1e-30) ** 0.5
+    # Weights shrink meanwhile, so a later term counts for more.
+    slowest /= max(1 - decay, 1e-30)
+    if slowest >= 1:
+        raise NotExactError(
+            "its momentum does not fade while a row gets no gradient (or not faster "
+            "than the second moment that divides it and the weights)"
+        )
+    return slowest
+
+
+def _factors(
+    step: ZeroGradientStep, recurrence: Recurrence
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """h_j (relative) and 1 + delta_j, at some step counts, for each first moment."""
+
+    def run(count):
+        shared = [later(x, count) for later, x in zip(step.later, step.fresh)]
+        return closed_form.zero_gradient_steps(step, recurrence, shared, ROOTS)
+
+    moved = _evaluate(jax.vmap(run), FACTORS_AT).astype(np.float64)
+    growth = 1 / np.cumprod(1 - moved[..., -1], axis=1)
+    each = moved[..., :-1].reshape(*moved.shape[:2], -1, len(ROOTS))
+    is_16_bits = any(jnp.finfo(dtype).bits < 32 for dtype in step.dtypes)
+    tolerance = TOLERANCE_16_BITS if is_16_bits else TOLERANCE
+    cases = []
+    for n, k in enumerate(recurrence.first_moments):
+        powers = recurrence.ratios[k] ** np.arange(recurrence.horizon)
+        for factors, grown in zip(each[:, :, n], powers * growth):
+            moves = factors[:, 0] != 0  # the learning rate schedule may be at zero
+            factors, grown = np.abs(factors[moves]), grown[moves]
+            if not factors.size:
+                continue
+            near, far = factors[:, 0], factors[:, 1] * LARGE
+            if not np.all(np.isfinite(near)):
+                raise NotExactError(
+                    "it divides by the root of a moment with nothing added: eps must "
+                    "not be 0"
+                )
+            # g / (a y + eps) at the roots y.
+            fitted = 1 / (1 / near[:, None] + ROOTS / far[:, None])
+            if not np.all(np.abs(factors - fitted) <= tolerance * fitted):
+                raise NotExactError(
+                    "it does not divide by the root of a moment plus a constant"
+                )
+            near, far = near * grown, far * grown
+            cases.append((near, near / far * (far.sum() / near.sum())))
+    return cases
+
+
+def _evaluate(function: Callable, *args: Any) -> Any:
+    out = jax.jit(function)(*args)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), out)

@@ -110,7 +110,7 @@ def ema(
       by Averaging"; TensorFlow, `tf.train.ExponentialMovingAverage`.
     """
     base.check_decay_rates(CALL, decay=decay)
-    debias = _arguments.check_bool(CALL, "debias", debias)
+    debias = _arguments.check_bool("debias", debias)
 
     def init(params):
         wide = lambda p: accumulator_dtype or indexing.accumulator_dtype(p.dtype)

@@ -143,7 +143,7 @@ def accumulate(
         if isinstance(every_k, bool):
             want = "a positive int"
             raise _arguments.wrong_type(CALL, "every_k_schedule", want, str(every_k))
-        every_k = _arguments.static_int(CALL, "every_k_schedule", every_k, 1, hint)
+        every_k = _arguments.static_int("every_k_schedule", every_k, 1, hint)
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -401,7 +401,7 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
         lowest_rank = 1 if is_for_one_leaf else 2
         if number is not None:
             hint = " Or pass a tree of ints and None."
-            number = _arguments.static_int(CALL, "capacity", number, 1, hint)
+            number = _arguments.static_int("capacity", number, 1, hint)
         for leaf in leaves:
             dense = trees.is_none_or_masked(leaf) or np.ndim(leaf) < lowest_rank
             slots.append(None if dense else number)

@@ -140,7 +140,7 @@ def rounding(
             "master=True to keep a float32 copy of each bfloat16 or float16 leaf."
         )
     if key is not None:
-        key = _arguments.as_key(CALL, key, from_int=True)
+        key = _arguments.as_key(key, from_int=True)
     inner = optax.with_extra_args_support(tx)
 
     def init(params):

@@ -46,7 +46,7 @@ def _gather_rule(
     ):
         return NotImplemented
     batch = jnp.shape(indices)[:-1]
-    indices = _arguments.as_ids("gather", ctx.dense(indices, live=False), ref.height)
+    indices = _arguments.as_ids(ctx.dense(indices, live=False), ref.height)
     ids, valid = _ids_read(
         indices,
         _sizes(ref, indices),
@@ -110,7 +110,7 @@ def _dynamic_slice_rule(
         return ref
 
     def first(axis):
-        start = _arguments.as_ids("dynamic_slice", starts[axis], ref.height)
+        start = _arguments.as_ids(starts[axis], ref.height)
         last = _arguments.scalar(ref.shape[axis] - slice_sizes[axis], start)
         return jnp.clip(start, _arguments.scalar(0, start), last)
 
