@@ -29,9 +29,6 @@ from sparsejax._rows import (
 from sparsejax._segments import SegmentTensor
 
 
-_CALL = "sparsejax.dot"
-
-
 def dot(
     csr: CSRLike,
     dense: ArrayLike | Table,
@@ -128,7 +125,7 @@ def dot(
     if isinstance(dense, RowTable) and not transpose:
         bags = segment_ids, rows
         how = dict(combiner="sum", mode="zero")
-        out = reduce_row_table(dense, _CALL, index, ~counts, value, bags, **how)
+        out = reduce_row_table(dense, index, ~counts, value, bags, **how)
         return out.astype(dtype)
     same_type = wide == indexing.accumulator_dtype(dense.dtype)
     if not isinstance(dense, SelectedRows) and same_type and not transpose:

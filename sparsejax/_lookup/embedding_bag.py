@@ -39,7 +39,6 @@ from sparsejax._segments.reduce.extremes import segment_max, segment_min
 from sparsejax._segments.reduce.segments import Segments, over_segments
 
 
-_CALL = "sparsejax.embedding_bag"
 _SUMS = ("sum", "mean", "sqrtn")
 _COMBINERS = (*_SUMS, "max", "min", "logsumexp", "none")
 
@@ -146,7 +145,7 @@ def embedding_bag(
         if isinstance(table, RowTable):
             pair = None if segments is None else (segments.ids, segments.count)
             how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
-            return reduce_row_table(table, _CALL, ids, skip, w, pair, **how)
+            return reduce_row_table(table, ids, skip, w, pair, **how)
         bags = _Bags(ids, skip, w, segments)
         fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
         fuses &= max_norm is None

@@ -36,7 +36,6 @@ from sparsejax._rows import (
 )
 
 
-_CALL = "sparsejax.lookup"
 _MODES = ("fill", "clip", "zero", "error")
 
 
@@ -195,7 +194,7 @@ def check_max_norm(max_norm: Any, dtype: Any) -> float | None:
 def read(table: Any, ids: jax.Array, padding: jax.Array | None, mode: str) -> jax.Array:
     """Reads the rows for `lookup`, from arguments checked by the functions above."""
     if isinstance(table, RowTable):
-        return read_row_table(table, _CALL, ids, padding, mode)
+        return read_row_table(table, ids, padding, mode)
     run = functools.partial(_read, mode)
     return indexing.sharded_like_ids(run, table, ids, padding, ndim=ids.ndim)
 

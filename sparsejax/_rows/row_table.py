@@ -21,7 +21,7 @@ class RowTable:
 
 @functools.singledispatch
 def read_row_table(
-    table: Any, call: str, ids: jax.Array, padding: jax.Array | None, mode: str
+    table: Any, ids: jax.Array, padding: jax.Array | None, mode: str
 ) -> jax.Array:
     """Reads the rows of `sparsejax.lookup`; the arguments are checked."""
     raise NotImplementedError
@@ -30,7 +30,6 @@ def read_row_table(
 @functools.singledispatch
 def reduce_row_table(
     table: Any,
-    call: str,
     ids: jax.Array,
     skip: jax.Array | None,
     weights: jax.Array | None,
@@ -44,7 +43,6 @@ def reduce_row_table(
 
     Args:
       table: the table.
-      call: the public call, for errors.
       ids: `[B, L]`, or `[n]` with `segments`.
       skip: bools, True for an element that belongs to no bag.
       weights: with the shape of `ids`.
@@ -57,7 +55,6 @@ def reduce_row_table(
 @functools.singledispatch
 def read_stacked_tables(
     table: Any,
-    call: str,
     ids: jax.Array,
     skip: jax.Array,
     tables: Sequence[tuple[int, int]],
@@ -74,7 +71,6 @@ def read_stacked_tables(
 
     Args:
       table: the stack.
-      call: the public call, for errors.
       ids: rows of the stack `[B, F, L]`, feature by feature of one table.
       skip: bools, True for an element that belongs to no bag.
       tables: by feature, the rows `[start, stop)` of its table in the stack.

@@ -396,7 +396,6 @@ def _read_by_example(
     bags = lambda x: x.reshape(examples, sum(counts), -1)
     out = read_stacked_tables(
         stack,
-        call,
         bags(rows),
         bags(rows == _arguments.scalar(PADDING, rows)),
         [x.table for x, count in zip(group, counts) for _ in range(count)],

@@ -17,15 +17,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from sparsejax import _arguments
 from sparsejax._arguments import TableLike
-from sparsejax.parallel._table import check_axis, check_has_devices, constrain
-
-
-_CALL = "sparsejax.parallel.shard_columns"
+from sparsejax.parallel._table import (
+    check_axis,
+    check_has_devices,
+    constrain,
+    names_of,
+)
 
 
 def shard_columns(
@@ -71,41 +74,32 @@ def shard_columns(
     References:
       TorchRec, column-wise sharding.
     """
-    axis = check_axis(_CALL, mesh, axis)
-    table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
-    if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise _arguments.wrong_type(
-            _CALL,
-            "table",
-            "a JAX or NumPy array or a ShapeDtypeStruct",
-            _arguments.kind_of(table),
-        )
+    axis = check_axis(mesh, axis)
+    table = jnp.asarray(table) if hasattr(table, "__jax_array__") else table
     shape = tuple(table.shape)
     if len(shape) < 2:
         raise ValueError(
-            f"{_CALL}: table must have at least two axes, rows first and columns last, "
-            f"got shape {shape}. Use shard_rows, or replicate the table."
+            "sparsejax.parallel.shard_columns: table must have at least two axes, rows "
+            f"first and columns last, got shape {shape}. Use shard_rows, or replicate "
+            "the table."
         )
-    names = (axis,) if isinstance(axis, str) else axis
-    parts = math.prod(mesh.shape[name] for name in names)
+    parts = math.prod(mesh.shape[name] for name in names_of(axis))
     if shape[-1] % parts:
         wider = -(-shape[-1] // parts) * parts
         raise ValueError(
-            f"{_CALL}: {shape[-1]} columns cannot be divided evenly over the {parts} "
-            f"devices along {axis!r}. Pad the table to {wider} columns (jnp.pad), "
-            f"choose an axis whose size divides {shape[-1]}, or use shard_rows, which "
-            "accepts any shape."
+            f"sparsejax.parallel.shard_columns: {shape[-1]} columns cannot be divided "
+            f"evenly over the {parts} devices along {axis!r}. Pad the table to {wider} "
+            "columns (jnp.pad), or use shard_rows, which accepts any shape."
         )
     spec = PartitionSpec(*(None,) * (len(shape) - 1), axis)
     sharding = NamedSharding(mesh, spec)
     if isinstance(table, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, table.dtype, sharding=sharding)
-    if isinstance(table, np.ndarray) or _arguments.is_concrete(table):
-        check_has_devices(_CALL, mesh)
+    if isinstance(table, Tracer):
+        return constrain(table, mesh, *spec)
+    check_has_devices(mesh)
     if isinstance(table, np.ndarray):
         dtype = jax.dtypes.canonicalize_dtype(table.dtype)
         part = lambda index: np.asarray(table[index], dtype)
         return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
-    if _arguments.is_concrete(table):
-        return jax.device_put(table, sharding)
-    return constrain(table, mesh, *spec)
+    return jax.device_put(table, sharding)

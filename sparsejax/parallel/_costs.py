@@ -68,7 +68,7 @@ def costs_of(
     outputs: int,
     distinct: int,
     sent: int,
-    tx: Any,
+    state: tuple[int, int],
     wire_dtype: Any,
 ) -> dict[str, Cost]:
     """The formulas of this module, in whole bytes; `sent` is the rows sent by rows."""
@@ -76,7 +76,7 @@ def costs_of(
     row, id_bytes = _bytes_of(spec)
     sent_row, _ = _bytes_of(spec, wire_dtype)
     others = devices - 1
-    like, aside = _state_bytes(spec, tx)
+    like, aside = state
     whole = height * row + like + aside
     rows = math.ceil(height / devices)
     wires = {
@@ -109,7 +109,7 @@ def cost_table_wise(
     reads: Sequence[Read],
     devices: int,
     num_groups: int,
-    tx: Any,
+    state: tuple[int, int],
     wire_dtype: Any,
 ) -> tuple[TableWise, Cost]:
     """A layout of a stack with its tables in groups of devices, and its cost."""
@@ -135,22 +135,42 @@ def cost_table_wise(
         most = np.maximum(most, bags[:, own].sum(axis=1))
     members = devices // num_groups
     hops = num_groups - 1 + (members - 1) * num_groups
-    like, aside = _state_bytes(spec, tx)
-    whole = spec.shape[0] * row + like + aside
+    whole = spec.shape[0] * row + sum(state)
     rows = layout.per_shard(spec.shape[0], devices)
     memory = whole * rows // max(1, spec.shape[0])
     return layout, Cost(memory, math.ceil(hops * (most @ each)))
 
 
-def _state_bytes(spec: jax.ShapeDtypeStruct, tx: Any) -> tuple[int, int]:
-    """Bytes of optimizer state with the table's shape, and with other shapes."""
-    if tx is None:
-        return 0, 0
-    like = aside = 0
-    for leaf in jax.tree.leaves(jax.eval_shape(tx.init, spec)):
-        size = math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
-        if leaf.shape == spec.shape:
-            like += size
-        elif leaf.shape[:1] == spec.shape[:1]:
-            aside += size
-    return like, aside
+def state_bytes(
+    leaves: Sequence[Any], treedef: Any, tx: Any, tables: Sequence[int]
+) -> list[tuple[int, int]]:
+    """For each parameter, bytes of state with its shape, and of other state by rows.
+
+    State belongs to a table if it gets longer with it. Each table gets longer by
+    another number of rows, since masks, labels and capacities need the whole tree.
+
+    Args:
+      leaves, treedef: the parameters.
+      tx: the optimizer, or None.
+      tables: the places of the tables among the leaves.
+    """
+    sizes = [[0, 0] for _ in leaves]
+    if tx is not None:
+
+        def state_of(more):
+            longer = [
+                jax.ShapeDtypeStruct(
+                    (x.shape[0] + more * (k + 1), *x.shape[1:]), x.dtype
+                )
+                if k in tables
+                else x
+                for k, x in enumerate(leaves)
+            ]
+            return jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten(longer)))
+
+        for now, then in zip(state_of(0), state_of(1), strict=True):
+            k = then.shape[0] - now.shape[0] - 1 if now.shape else -1
+            if k in tables:
+                size = math.prod(now.shape) * np.dtype(now.dtype).itemsize
+                sizes[k][now.shape != tuple(leaves[k].shape)] += size
+    return [(like, aside) for like, aside in sizes]

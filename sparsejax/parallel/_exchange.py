@@ -137,6 +137,52 @@ class Owners:
             capacity = math.ceil(1.25 * n / self.count) + 8
         return max(1, min(n, self.rows, capacity))
 
+    def max_received(self, slots: int, positions: jax.Array) -> int:
+        """The most distinct rows that an owner can receive for global positions."""
+        here = positions.size // self.devices
+        senders = self.devices if slots else self.devices // self.count
+        return max(1, min(self.rows, senders * min(here, self.rows)))
+
+    # -- for the body of a `shard_map` -------------------------------------------
+
+    def to_positions(self, rows: jax.Array) -> jax.Array:
+        """This owner's row numbers as positions; R becomes `height`."""
+        wide = _arguments.index_dtype(self.height, rows.dtype)
+        first = lax.axis_index(self.axes).astype(wide) * np.array(self.rows, wide)
+        none = rows >= _arguments.scalar(self.rows, rows)
+        return jnp.where(none, np.array(self.height, wide), rows.astype(wide) + first)
+
+    def to_own_rows(self, positions: jax.Array) -> jax.Array:
+        """Positions as this owner's row numbers; R for rows of other owners."""
+        first = lax.axis_index(self.axes).astype(positions.dtype)
+        rows = positions - first * _arguments.scalar(self.rows, positions)
+        own = indexing.in_range(rows, self.rows)
+        return jnp.where(own, rows, _arguments.scalar(self.rows, rows))
+
+    def all_to_all(self, x: jax.Array) -> jax.Array:
+        """`x [N, ...]`: `x[j]` goes to owner j, and comes back from it."""
+        if self.count == 1:
+            return x
+        return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+
+    def all_rows_to_all(self, rows: jax.Array) -> jax.Array:
+        """As `all_to_all`, for `[N, C, ...]` rows, sent in `wire_dtype`."""
+        if self.count == 1:
+            return rows
+        return send_rows(rows, self.axes, self.wire_dtype)
+
+    def gather_replicas(self, x: jax.Array) -> jax.Array:
+        """`x [N, ...]` of all devices that own the same rows, `[replicas * N, ...]`."""
+        axes = self.replica_axes
+        return lax.all_gather(x, axes, tiled=True) if axes else x
+
+    def gather_replica_rows(self, x: jax.Array) -> jax.Array:
+        """As `gather_replicas`, for rows, sent in `wire_dtype`."""
+        wire = self.wire_dtype
+        if wire is None or not self.replica_axes:
+            return self.gather_replicas(x)
+        return _from_bits(self.gather_replicas(_as_bits(x, wire)), wire, x.dtype)
+
 
 # ------------------------------------------------------------------ metrics
 
@@ -180,11 +226,11 @@ def measure(
     """The cost of exchanging the rows at `positions`, without the exchange."""
 
     def body(positions):
-        groups = _group_by_owner(owners, positions)
-        overflow = jnp.maximum(groups.size - np.int32(slots), np.int32(0))
-        sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (groups.size, overflow)])
+        rounds = Rounds.of(owners, slots, positions)
+        overflow = jnp.maximum(rounds.size - np.int32(slots), np.int32(0))
+        sums = jnp.stack([jnp.sum(x, dtype=jnp.int32) for x in (rounds.size, overflow)])
         sums = lax.psum(sums, owners.mesh.axis_names)
-        return jnp.stack([groups.largest, *sums])
+        return jnp.stack([rounds.largest, *sums])
 
     counts = owners.shard_map(
         body, positions, in_specs=(owners.batch_spec,), out_specs=PartitionSpec()
@@ -202,62 +248,77 @@ def measure(
 # ------------------------------------------------------------------ one device's side
 
 
-class _Groups(NamedTuple):
-    """One device's distinct positions, grouped by owner."""
+class Rounds(NamedTuple):
+    """The rounds in which a device sends its distinct positions to their owners.
 
-    rows: jax.Array  # [u], ascending, then `height`
-    first: jax.Array  # int32[N], the start of each owner's group
-    size: jax.Array  # int32[N], and how long it is
-    slot: jax.Array  # int32[n], the place of each position in `rows`
-    largest: jax.Array  # int32, the longest group of any device
+    `sent` in the methods is int32, the positions that went out in earlier rounds: one
+    number, or `[N]`.
 
-
-def _group_by_owner(owners: Owners, positions: jax.Array) -> _Groups:
-    capacity = max(1, min(positions.size, owners.height))
-    rows, slot, _ = merge.merge_plan(positions, owners.height, capacity)
-    starts = np.arange(owners.count + 1, dtype=np.int64) * owners.rows
-    edges = jnp.searchsorted(rows, starts.astype(rows.dtype)).astype(jnp.int32)
-    size = edges[1:] - edges[:-1]
-    largest = lax.pmax(jnp.max(size), owners.mesh.axis_names)
-    return _Groups(rows, edges[:-1], size, slot, largest)
-
-
-def _round_ids(owners: Owners, groups: _Groups, slots: int, sent: Any) -> jax.Array:
-    """The owners' row numbers `[N, C]` that go out in one round; R in empty slots."""
-    at, used = _round_slots(groups, slots, sent)
-    starts = np.arange(owners.count).reshape(-1, 1) * owners.rows
-    ids = indexing.take_rows(groups.rows, at) - starts.astype(groups.rows.dtype)
-    return jnp.where(used, ids, _arguments.scalar(owners.rows, ids))
-
-
-def _round_values(groups: _Groups, values: jax.Array, slots: int, sent: Any) -> Any:
-    """`values [u, ...]` of the ids of one round, `[N, C, ...]`."""
-    at, used = _round_slots(groups, slots, sent)
-    return indexing.take_rows(values, jnp.where(used, at, np.int32(values.shape[0])))
-
-
-def _round_slots(groups: _Groups, slots: int, sent: Any) -> tuple[jax.Array, jax.Array]:
-    """For the slots `[N, C]` of a round: places in `rows`, and which are used.
-
-    `sent` is int32, the ids of earlier rounds: one number, or `[N]`.
+    Args:
+      owners, slots: static.
+      rows: `[u]`, the distinct positions, ascending, then `height`.
+      first: int32 `[N]`, the start of each owner's positions in `rows`.
+      size: int32 `[N]`, their number.
+      slot: int32 `[n]`, the place of each of the device's positions in `rows`.
+      largest: int32, the largest `size` on any device.
     """
-    slot = np.arange(slots, dtype=np.int32).reshape(1, -1)
-    within = jnp.reshape(sent, (-1, 1)) + slot
-    return groups.first.reshape(-1, 1) + within, within < groups.size.reshape(-1, 1)
 
+    owners: Owners
+    slots: int
+    rows: jax.Array
+    first: jax.Array
+    size: jax.Array
+    slot: jax.Array
+    largest: jax.Array
 
-def _all_to_all(owners: Owners, x: jax.Array) -> jax.Array:
-    """`x [N, ...]`: `x[j]` goes to owner j, and comes back from it."""
-    if owners.count == 1:
-        return x
-    return lax.all_to_all(x, owners.axes, 0, 0, tiled=True)
+    @classmethod
+    def of(cls, owners: Owners, slots: int, positions: jax.Array) -> Rounds:
+        """Groups this device's positions `[n]` by their owner."""
+        capacity = max(1, min(positions.size, owners.height))
+        rows, slot, _ = merge.merge_plan(positions, owners.height, capacity)
+        starts = np.arange(owners.count + 1, dtype=np.int64) * owners.rows
+        edges = jnp.searchsorted(rows, starts.astype(rows.dtype)).astype(jnp.int32)
+        size = edges[1:] - edges[:-1]
+        largest = lax.pmax(jnp.max(size), owners.mesh.axis_names)
+        return cls(owners, slots, rows, edges[:-1], size, slot, largest)
 
+    @property
+    def is_one(self) -> bool:
+        """True if one round always suffices."""
+        return self.slots >= min(self.slot.size, self.owners.rows)
 
-def _all_rows_to_all(owners: Owners, rows: jax.Array) -> jax.Array:
-    """As `_all_to_all`, for `[N, C, ...]` rows, sent in `owners.wire_dtype`."""
-    if owners.count == 1:
-        return rows
-    return send_rows(rows, owners.axes, owners.wire_dtype)
+    def _places(self, sent: Any) -> tuple[jax.Array, jax.Array]:
+        """For the slots `[N, C]` of a round: places in `rows`, and which are used."""
+        slot = np.arange(self.slots, dtype=np.int32).reshape(1, -1)
+        within = jnp.reshape(sent, (-1, 1)) + slot
+        return self.first.reshape(-1, 1) + within, within < self.size.reshape(-1, 1)
+
+    def ids(self, sent: Any) -> jax.Array:
+        """The owners' row numbers `[N, C]` of one round; R in empty slots."""
+        at, used = self._places(sent)
+        starts = np.arange(self.owners.count).reshape(-1, 1) * self.owners.rows
+        ids = indexing.take_rows(self.rows, at) - starts.astype(self.rows.dtype)
+        return jnp.where(used, ids, _arguments.scalar(self.owners.rows, ids))
+
+    def values(self, values: jax.Array, sent: Any) -> jax.Array:
+        """`values [u, ...]` of the ids of one round, `[N, C, ...]`."""
+        at, used = self._places(sent)
+        none = np.int32(values.shape[0])
+        return indexing.take_rows(values, jnp.where(used, at, none))
+
+    def sum_duplicates(self, values: jax.Array) -> jax.Array:
+        """Sums `[u, ...]` of `values [n, ...]` for each distinct position."""
+        zeros = jnp.zeros((self.rows.size, *values.shape[1:]), values.dtype)
+        return indexing.add_rows(zeros, self.slot, values)
+
+    def run(self, body: Callable, start: Any) -> Any:
+        """`carry = body(sent, carry)` for each round, `sent` one number."""
+        if self.is_one:
+            return body(np.int32(0), start)
+        # `while_loop`, since the number of rounds depends on the batch.
+        more = lambda carry: carry[0] < self.largest
+        step = lambda carry: (carry[0] + np.int32(self.slots), body(*carry))
+        return lax.while_loop(more, step, (jnp.zeros((), jnp.int32), start))[1]
 
 
 def send_rows(x: jax.Array, axes: tuple[str, ...], wire_dtype: Any) -> jax.Array:
@@ -301,25 +362,6 @@ _send_narrow_p = _compat.multilinear_primitive(
     {0: lambda cotangent, like, _, **static: _send_narrow_p.bind(cotangent, **static)},
     _send_narrow_vmap,
 )
-
-
-def _for_each_round(
-    owners: Owners, groups: _Groups, slots: int, body: Callable, start: Any
-) -> Any:
-    """`carry = body(sent, carry)` for each round, after `sent` ids for each owner.
-
-    No loop if one round always suffices.
-    """
-    if _fits_one_round(owners, groups.slot.size, slots):
-        return body(np.int32(0), start)
-    # `while_loop`, since the number of rounds depends on the batch.
-    more = lambda carry: carry[0] < groups.largest
-    step = lambda carry: (carry[0] + np.int32(slots), body(*carry))
-    return lax.while_loop(more, step, (jnp.zeros((), jnp.int32), start))[1]
-
-
-def _fits_one_round(owners: Owners, n: int, slots: int) -> bool:
-    return slots >= min(n, owners.rows)
 
 
 # ------------------------------------------------------------------ reading rows
@@ -395,22 +437,21 @@ def _read_here(
 ) -> jax.Array:
     """The rows at this device's positions, in the body of a `shard_map`."""
     if not slots:
-        return _read_own_rows(values, to_own_rows(owners, positions))
+        return _read_own_rows(values, owners.to_own_rows(positions))
     row = values.shape[1:]
-    groups = _group_by_owner(owners, positions)
+    rounds = Rounds.of(owners, slots, positions)
     # Each position is answered in one round, at one place of that round.
     owner = positions // _arguments.scalar(owners.rows, positions)
     known = owner < _arguments.scalar(owners.count, owner)
     owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
-    within = groups.slot - groups.first[owner]
+    within = rounds.slot - rounds.first[owner]
     slot = within % np.int32(slots)
     place = owner * np.int32(slots) + slot
     sent_before = jnp.where(known, within - slot, np.int32(-1))
 
     def one_round(sent, rows):
-        requested = _round_ids(owners, groups, slots, sent)
-        answers = _read_own_rows(values, _all_to_all(owners, requested))
-        answers = _all_rows_to_all(owners, answers)
+        answers = _read_own_rows(values, owners.all_to_all(rounds.ids(sent)))
+        answers = owners.all_rows_to_all(answers)
         answers = answers.reshape(owners.count * slots, *row)
         now = sent_before == sent
         at = jnp.where(now, place, np.int32(answers.shape[0]))
@@ -419,9 +460,10 @@ def _read_here(
             return new
         return jnp.where(indexing.append_axes(now, new.ndim), new, rows)
 
-    is_single = _fits_one_round(owners, positions.size, slots)
-    start = None if is_single else jnp.zeros((positions.size, *row), values.dtype)
-    return _for_each_round(owners, groups, slots, one_round, start)
+    start = None
+    if not rounds.is_one:
+        start = jnp.zeros((positions.size, *row), values.dtype)
+    return rounds.run(one_round, start)
 
 
 def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
@@ -441,17 +483,17 @@ def _add(
     def body(cotangent, positions):
         table = jnp.zeros((owners.rows, *row), wide)
         if not slots:
-            rows = to_own_rows(owners, positions)
+            rows = owners.to_own_rows(positions)
             return total(indexing.add_rows(table, rows, cotangent.astype(wide)))
-        groups = _group_by_owner(owners, positions)
-        merged = _sum_duplicates(groups, cotangent.astype(wide))
+        rounds = Rounds.of(owners, slots, positions)
+        merged = rounds.sum_duplicates(cotangent.astype(wide))
 
         def one_round(sent, table):
-            requested = _all_to_all(owners, _round_ids(owners, groups, slots, sent))
-            values = _round_values(groups, merged, slots, sent)
-            return indexing.add_rows(table, requested, _all_rows_to_all(owners, values))
+            requested = owners.all_to_all(rounds.ids(sent))
+            values = owners.all_rows_to_all(rounds.values(merged, sent))
+            return indexing.add_rows(table, requested, values)
 
-        return total(_for_each_round(owners, groups, slots, one_round, table))
+        return total(rounds.run(one_round, table))
 
     def total(table):
         table = lax.psum(table, owners.replica_axes) if owners.replica_axes else table
@@ -464,12 +506,6 @@ def _add(
         in_specs=(owners.batch_spec, owners.batch_spec),
         out_specs=owners.table_spec,
     )
-
-
-def _sum_duplicates(groups: _Groups, values: jax.Array) -> jax.Array:
-    """Sums `[u, ...]` of `values [n, ...]` for each distinct position."""
-    zeros = jnp.zeros((groups.rows.size, *values.shape[1:]), values.dtype)
-    return indexing.add_rows(zeros, groups.slot, values)
 
 
 # ------------------------------------------------------------------ two primitives
@@ -544,7 +580,7 @@ def send_to_owners(
     wide = indexing.accumulator_dtype(dtype)
     here = positions.size // owners.devices
     most_sent = max(1, min(here, owners.rows))  # of distinct rows, to one owner
-    most_got = max_received(owners, slots, positions)
+    most_got = owners.max_received(slots, positions)
     length = slots * -(-most_sent // max(1, slots))
 
     def body(positions, values):
@@ -554,29 +590,29 @@ def send_to_owners(
             rows, values = _at_this_owner(owners, positions, values)
             rows, slot, _ = merge.merge_plan(rows, owners.rows, most_got)
             total = indexing.add_rows(total, slot, values)
-            return to_positions(owners, rows), total.astype(dtype)
-        groups = _group_by_owner(owners, positions)
-        merged = _sum_duplicates(groups, values)
+            return owners.to_positions(rows), total.astype(dtype)
+        rounds = Rounds.of(owners, slots, positions)
+        merged = rounds.sum_duplicates(values)
 
         def send_ids(sent, got):
-            new = _all_to_all(owners, _round_ids(owners, groups, slots, sent))
+            new = owners.all_to_all(rounds.ids(sent))
             return lax.dynamic_update_slice(got, new, (np.int32(0), sent))
 
         none = _arguments.scalar(owners.rows, positions)
         got = jnp.full((owners.count, length), none, positions.dtype)
-        got = _for_each_round(owners, groups, slots, send_ids, got)
-        got = _gather_replicas(owners, got).reshape(-1)
+        got = rounds.run(send_ids, got)
+        got = owners.gather_replicas(got).reshape(-1)
         rows, slot, _ = merge.merge_plan(got, owners.rows, most_got)
         slot = slot.reshape(-1, length)
 
         def send_values(sent, total):
-            new = _round_values(groups, merged, slots, sent)
-            new = _gather_replica_rows(owners, _all_rows_to_all(owners, new))
+            new = owners.all_rows_to_all(rounds.values(merged, sent))
+            new = owners.gather_replica_rows(new)
             at = lax.dynamic_slice_in_dim(slot, sent, slots, 1)
             return indexing.add_rows(total, at, new)
 
-        total = _for_each_round(owners, groups, slots, send_values, total)
-        return to_positions(owners, rows), total.astype(dtype)
+        total = rounds.run(send_values, total)
+        return owners.to_positions(rows), total.astype(dtype)
 
     return owners.shard_map(
         body,
@@ -617,30 +653,30 @@ def receive_by_ranges(
     values = indexing.zero_unless(positions < owners.height, values).astype(wide)
     if not slots:
         return apply(*_at_this_owner(owners, positions, values), carry)
-    groups = _group_by_owner(owners, positions)
-    merged = _sum_duplicates(groups, values)
+    rounds = Rounds.of(owners, slots, positions)
+    merged = rounds.sum_duplicates(values)
     last_row = _arguments.scalar(owners.rows - 1, positions)
     starts = (np.arange(owners.count) * owners.rows).astype(positions.dtype)
 
     def one_round(sent, carry):
-        ids = _round_ids(owners, groups, slots, sent)
+        ids = rounds.ids(sent)
         # The last id is sent as its complement if the device has more for this owner.
-        more = sent + np.int32(slots) < groups.size
+        more = sent + np.int32(slots) < rounds.size
         ids = ids.at[:, -1].set(jnp.where(more, ~ids[:, -1], ids[:, -1]))
-        rows = _round_values(groups, merged, slots, sent)
-        got = _gather_replicas(owners, _all_to_all(owners, ids))
-        rows = _gather_replica_rows(owners, _all_rows_to_all(owners, rows))
+        got = owners.gather_replicas(owners.all_to_all(ids))
+        rows = owners.all_rows_to_all(rounds.values(merged, sent))
+        rows = owners.gather_replica_rows(rows)
         stops = got[:, -1]
         until = jnp.min(jnp.where(stops < 0, ~stops, last_row))
         got = jnp.where(got < 0, ~got, got)
         got = jnp.where(got <= until, got, _arguments.scalar(owners.rows, got))
         carry = apply(got.reshape(-1), indexing.merge_axes(rows, 2), carry)
         until = lax.all_gather(until, owners.axes)
-        sent = jnp.searchsorted(groups.rows, starts + until, side="right")
-        return jnp.any(until < last_row), sent.astype(jnp.int32) - groups.first, carry
+        sent = jnp.searchsorted(rounds.rows, starts + until, side="right")
+        return jnp.any(until < last_row), sent.astype(jnp.int32) - rounds.first, carry
 
     sent = jnp.zeros((owners.count,), jnp.int32)
-    if _fits_one_round(owners, positions.size, slots):
+    if rounds.is_one:
         return one_round(sent, carry)[2]
     return lax.while_loop(
         lambda state: state[0],
@@ -649,46 +685,9 @@ def receive_by_ranges(
     )[2]
 
 
-def max_received(owners: Owners, slots: int, positions: jax.Array) -> int:
-    """The most distinct rows that an owner can receive for these global positions."""
-    here = positions.size // owners.devices
-    senders = owners.devices if slots else owners.devices // owners.count
-    return max(1, min(owners.rows, senders * min(here, owners.rows)))
-
-
 def _at_this_owner(
     owners: Owners, positions: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """This owner's row numbers and values, of its replicas too; nothing is merged."""
-    rows = to_own_rows(owners, positions)
-    return _gather_replicas(owners, rows), _gather_replica_rows(owners, values)
-
-
-def _gather_replicas(owners: Owners, x: jax.Array) -> jax.Array:
-    """`x [N, ...]` of all devices that own the same rows, `[replicas * N, ...]`."""
-    axes = owners.replica_axes
-    return lax.all_gather(x, axes, tiled=True) if axes else x
-
-
-def _gather_replica_rows(owners: Owners, x: jax.Array) -> jax.Array:
-    """As `_gather_replicas`, for rows, sent in `owners.wire_dtype`."""
-    wire = owners.wire_dtype
-    if wire is None or not owners.replica_axes:
-        return _gather_replicas(owners, x)
-    return _from_bits(_gather_replicas(owners, _as_bits(x, wire)), wire, x.dtype)
-
-
-def to_positions(owners: Owners, rows: jax.Array) -> jax.Array:
-    """This owner's row numbers as positions; R becomes `height`."""
-    wide = _arguments.index_dtype(owners.height, rows.dtype)
-    first = lax.axis_index(owners.axes).astype(wide) * np.array(owners.rows, wide)
-    none = rows >= _arguments.scalar(owners.rows, rows)
-    return jnp.where(none, np.array(owners.height, wide), rows.astype(wide) + first)
-
-
-def to_own_rows(owners: Owners, positions: jax.Array) -> jax.Array:
-    """Positions as this owner's row numbers; R for rows of other owners."""
-    first = lax.axis_index(owners.axes).astype(positions.dtype)
-    rows = positions - first * _arguments.scalar(owners.rows, positions)
-    own = indexing.in_range(rows, owners.rows)
-    return jnp.where(own, rows, _arguments.scalar(owners.rows, rows))
+    rows = owners.to_own_rows(positions)
+    return owners.gather_replicas(rows), owners.gather_replica_rows(values)

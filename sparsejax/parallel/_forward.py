@@ -17,7 +17,6 @@ from sparsejax.transform.trace import check_fun
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_CALL = "sparsejax.parallel.forward"
 
 
 def forward(fun: Callable[P, T]) -> Callable[P, T]:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -48,6 +49,9 @@ class Mod:
 
     def __repr__(self) -> str:
         return "'mod'"  # as users write it
+
+    def check(self, height: int, mesh: Any, axes: Sequence[str]) -> None:
+        """Raises unless a table of this height can be laid out over the mesh axes."""
 
     def per_shard(self, height: int, shards: int) -> int:
         """R; at least 1, so that no device has an empty part."""
@@ -101,6 +105,9 @@ class Block:
     def __repr__(self) -> str:
         return "'block'"  # as users write it
 
+    def check(self, height: int, mesh: Any, axes: Sequence[str]) -> None:
+        """Accepts any height and mesh."""
+
     def per_shard(self, height: int, shards: int) -> int:
         """R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
@@ -135,9 +142,6 @@ class Block:
     def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
         """The rows as they are."""
         return rows
-
-
-_CALL = "sparsejax.parallel.TableWise"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -182,26 +186,15 @@ class TableWise:
     is_arithmetic = is_by_id = False
 
     def __post_init__(self) -> None:
-        count = _arguments.static_int("num_groups", self.num_groups, 1)
-        lists = {"heights": self.heights, "groups": self.groups}
-        for name, given in lists.items():
-            if not isinstance(given, Sequence | np.ndarray) or not len(given):
-                raise _arguments.wrong_type(
-                    _CALL, name, "ints, one for each table of the stack", repr(given)
-                )
-            ints = (_arguments.static_int(name, n, 0) for n in given)
-            lists[name] = tuple(ints)
-        heights, groups = lists.values()
-        if len(heights) != len(groups):
+        heights, groups = (tuple(map(int, x)) for x in (self.heights, self.groups))
+        is_valid = len(heights) == len(groups) > 0 and min(heights) >= 0
+        if not is_valid or not 0 <= min(groups) <= max(groups) < self.num_groups:
             raise ValueError(
-                f"{_CALL}: groups must name one group for each table, {len(heights)} "
-                f"in all, got {len(groups)}."
+                "sparsejax.parallel.TableWise: heights and groups must have one number "
+                "for each table, groups from 0 to num_groups - 1, got "
+                f"heights={heights}, groups={groups}, num_groups={self.num_groups}."
             )
-        if max(groups) >= count:
-            raise _arguments.wrong(
-                _CALL, "groups", f"less than num_groups, {count}", f"{max(groups)}"
-            )
-        vars(self).update(heights=heights, groups=groups, num_groups=count)
+        vars(self).update(heights=heights, groups=groups)
 
     def __repr__(self) -> str:
         return f"TableWise(tables={len(self.heights)}, groups={self.num_groups})"
@@ -220,7 +213,32 @@ class TableWise:
         """The number of the table that has a row of the stack."""
         return int(np.searchsorted(self.starts, row, side="right")) - 1
 
+    def split_axes(
+        self, mesh: Any, axes: Sequence[str]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The axes over which the groups lie, and those inside of a group."""
+        sizes = [mesh.shape[name] for name in axes]
+        for k in range(len(sizes) + 1):
+            # Axes of one device, behind them, divide nothing.
+            if math.prod(sizes[:k]) == self.num_groups and set(sizes[k:]) != {1}:
+                return tuple(axes[:k]), tuple(axes[k:])
+        raise ValueError(
+            f"sparsejax.parallel.TableWise: {self.num_groups} groups need axes of the "
+            f"mesh that come first and have {self.num_groups} devices, got "
+            f"{dict(zip(axes, sizes))}. For groups of several devices make a mesh with "
+            "two axes, groups first, and pass both as axis."
+        )
+
     # -- the methods of a layout, explained at `Mod` -----------------------------
+
+    def check(self, height: int, mesh: Any, axes: Sequence[str]) -> None:
+        """The tables must have these rows, and the groups these devices."""
+        self.split_axes(mesh, axes)
+        if height != self.height:
+            raise ValueError(
+                f"sparsejax.parallel.TableWise: heights are {self.height} rows "
+                f"together, but the table has {height}."
+            )
 
     def per_shard(self, height: int, shards: int) -> int:
         """R; at least 1, so that no device has an empty part."""

@@ -40,7 +40,7 @@ class RangePasses:
 
     def __init__(self, grad: Any):
         self._grad, self._owners, self._slots = grad, grad.owners, grad.slots
-        self._most = _exchange.max_received(grad.owners, grad.slots, grad.rows)
+        self._most = grad.owners.max_received(grad.slots, grad.rows)
 
     def after(self, others: Sequence[jax.Array]) -> "RangePasses":
         """The same passes: a device holds only its own part of a gradient."""
@@ -126,7 +126,7 @@ class RangePasses:
             updates = jnp.zeros((most, *change.shape[1:]), change.dtype)
             start = written, jnp.zeros((), jnp.int32), rows, updates
             written, _, rows, updates = receive(write, start)
-            return written, _exchange.to_positions(owners, rows), updates
+            return written, owners.to_positions(rows), updates
 
         others = program.consts, operands
         new, positions, values = self._at_owners(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,9 +20,9 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.parallel._columns import shard_columns
-from sparsejax.parallel._costs import Cost, cost_table_wise, costs_of
-from sparsejax.parallel._layout import TableWise
-from sparsejax.parallel._plan_reads import Read, reads_in_loss
+from sparsejax.parallel._costs import Cost, cost_table_wise, costs_of, state_bytes
+from sparsejax.parallel._layout import LAYOUTS, TableWise
+from sparsejax.parallel._plan_reads import Read, reads_in_loss, reads_of_ids
 from sparsejax.parallel._read import measure_capacity, owners_of
 from sparsejax.parallel._table import (
     ShardedTable,
@@ -29,20 +30,13 @@ from sparsejax.parallel._table import (
     check_axis,
     check_has_devices,
     check_wire_dtype,
+    names_of,
     shard_rows,
 )
 
 
-_CALL = "sparsejax.parallel.plan"
 _MARGIN = 1.1
-LAYOUTS = (
-    "row-sharded",
-    "column-sharded",
-    "table-wise",
-    "table-row-wise",
-    "replicated-sparse",
-    "replicated-dense",
-)
+REPLICATED = "replicated-sparse", "replicated-dense"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +71,7 @@ class TablePlan:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """The result of `plan`; prints as a table, with all layouts.
+    """The result of `plan`; prints as a table.
 
     Args:
       tables: a `TablePlan` for each table.
@@ -109,11 +103,7 @@ class Plan:
     places: tuple[int | None, ...]
 
     def __getitem__(self, name: str) -> TablePlan:
-        for table in self.tables:
-            if table.name == name:
-                return table
-        known = ", ".join(table.name for table in self.tables)
-        raise KeyError(f"{_CALL}: there is no table {name!r}, only {known}.")
+        return {table.name: table for table in self.tables}[name]
 
     @property
     def total(self) -> Cost:
@@ -145,45 +135,39 @@ class Plan:
           ValueError: `params` is another tree, or the mesh is abstract and an array is
             not.
         """
-        is_leaf = lambda x: _is_table(x) and x != ()
-        leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
-        if treedef != self.treedef:
-            raise ValueError(
-                f"{_CALL}: apply needs a tree like the one that was planned, "
-                f"{self.treedef}, got {treedef}."
-            )
+        leaves = self.treedef.flatten_up_to(params)
         tables = [None if k is None else self.tables[k] for k in self.places]
         placed = [self._place(x, table) for x, table in zip(leaves, tables)]
-        return jax.tree.unflatten(treedef, placed)
+        return jax.tree.unflatten(self.treedef, placed)
 
     def _place(self, leaf: Any, table: TablePlan | None) -> Any:
-        layout = "replicated" if table is None else table.choice
-        wire_dtype = None if table is None else table.wire_dtype
-        if isinstance(leaf, tuple):  # a shape, of float32
-            leaf = jax.ShapeDtypeStruct(leaf, np.dtype(np.float32))
+        if table is not None and table.choice not in REPLICATED:
+            return self._shard(leaf, table)
         if isinstance(leaf, ShardedTable):
-            if layout == "row-sharded" and not isinstance(leaf.layout, TableWise):
-                return dataclasses.replace(leaf, wire_dtype=wire_dtype)
             leaf = leaf.to_dense()
-        if table is not None and layout in table.groups:
-            by_table = table.groups[layout]
-            return shard_rows(
-                leaf, self.mesh, self.axis, layout=by_table, wire_dtype=wire_dtype
-            )
-        if layout == "row-sharded":
-            capacity = None
-            if table is not None and table.is_measured:
-                capacity = math.ceil(_MARGIN * table.capacity)
-            return shard_rows(
-                leaf, self.mesh, self.axis, capacity=capacity, wire_dtype=wire_dtype
-            )
-        if layout == "column-sharded":
-            return shard_columns(leaf, self.mesh, self.axis)
         everywhere = NamedSharding(self.mesh, PartitionSpec())
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
-        check_has_devices(_CALL, self.mesh)
+        check_has_devices(self.mesh)
         return jax.device_put(leaf, everywhere)
+
+    def _shard(self, leaf: Any, table: TablePlan) -> Any:
+        layout = table.groups.get(table.choice, LAYOUTS["mod"])
+        if isinstance(leaf, ShardedTable):
+            if table.choice == "row-sharded" and leaf.layout.is_arithmetic:
+                return dataclasses.replace(leaf, wire_dtype=table.wire_dtype)
+            leaf = leaf.to_dense()
+        if table.choice == "column-sharded":
+            return shard_columns(leaf, self.mesh, self.axis)
+        is_measured = table.is_measured and table.choice == "row-sharded"
+        return shard_rows(
+            leaf,
+            self.mesh,
+            self.axis,
+            layout=layout,
+            capacity=math.ceil(_MARGIN * table.capacity) if is_measured else None,
+            wire_dtype=table.wire_dtype,
+        )
 
     def describe(self, *, bytes_per_second: float = 50e9) -> str:
         """The plan as text: for each table its layout and its cost for a device.
@@ -197,10 +181,6 @@ class Plan:
           and how many of them are distinct, its layout, the bytes of table and
           optimizer state on a device, the bytes it sends in a step, and their time.
 
-        Raises:
-          TypeError: `bytes_per_second` is not a number.
-          ValueError: `bytes_per_second` is not positive.
-
         Example:
           >>> import jax, sparsejax as sj
           >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
@@ -208,14 +188,6 @@ class Plan:
           >>> plan.describe().splitlines()[2].split()[-7:]
           ['column-sharded', '3.2', 'MB', '1.17', 'MB', '23.3', 'us']
         """
-        is_number = isinstance(bytes_per_second, int | float | np.number)
-        if not is_number or not bytes_per_second > 0:
-            raise (_arguments.wrong if is_number else _arguments.wrong_type)(
-                f"{_CALL}(...).describe",
-                "bytes_per_second",
-                "a positive number",
-                repr(bytes_per_second),
-            )
 
         def cells(cost):
             time = f"{1e6 * cost.wire / bytes_per_second:,.1f} us"
@@ -235,30 +207,19 @@ class Plan:
         ]
         rows.append(("total", "", "", "", "", *cells(self.total)))
         text = _arguments.show_table([head, *rows], right=(2, 3, 5, 6, 7))
-        return "\n".join([text, self._last_lines()])
-
-    def _last_lines(self) -> str:
-        line = f"{self.num_devices} devices; memory and sent bytes are of one device"
+        lines = [
+            text,
+            f"{self.num_devices} devices; memory and sent bytes are of one device",
+        ]
         limit, need = self.device_bytes, self.total.memory
-        if limit is None or need <= limit:
-            return line
-        return (
-            f"{line}\ntoo large for any layout: {_size(need)} of {_size(limit)} on a "
-            "device"
-        )
+        if limit is not None and need > limit:
+            lines.append(
+                f"too large for any layout: {_size(need)} of {_size(limit)} on a device"
+            )
+        return "\n".join(lines)
 
     def __repr__(self) -> str:
-        layouts = [x for x in LAYOUTS if any(x in t.costs for t in self.tables)]
-        head = ("table", "shape", "ids", "distinct", *layouts, "choice")
-        rows = []
-        for table in self.tables:
-            cells = [_show_cost(table.costs.get(layout)) for layout in layouts]
-            counts = f"{table.ids:,}", f"{table.distinct:,}"
-            rows.append((table.name, _show_shape(table), *counts, *cells, table.choice))
-        blank = [""] * (len(head) - 2)
-        rows.append(("total", *blank, _show_cost(self.total)))
-        text = _arguments.show_table([head, *rows], right=range(2, len(head) - 1))
-        return "\n".join([text, self._last_lines()])
+        return self.describe()
 
 
 def plan(
@@ -303,6 +264,7 @@ def plan(
       axis: name of the mesh axis that tables and batch are sharded over, or a tuple of
         names; None for all axes.
       tx: the optax transformation, whose state also takes memory; None for no state.
+        It is initialized with the whole of `tables`, as labels and masks need it.
       device_bytes: int, the bytes that each device has for tables and their state; None
         for no limit.
       loss: function `loss(params, batch)` that returns a scalar, or a tuple that begins
@@ -320,17 +282,14 @@ def plan(
         by table. Tables of float16 and of integers are sent in their own dtype.
 
     Returns:
-      `Plan`, which prints as a table. `plan.describe()` has a line for each table with
-      its layout only, `plan.apply(params)` the parameters on the devices, and
-      `plan.batch_sharding` the sharding for batches.
+      `Plan`, which prints as a table. `plan.apply(params)` has the parameters on the
+      devices, `plan.batch_sharding` the sharding for batches, and
+      `plan[name].costs` the costs of the other layouts of a table.
 
     Raises:
-      TypeError: `mesh`, a table, `tx`, `loss`, `device_bytes`, `layouts`, `stacks` or
-        `wire_dtype` has the wrong type.
-      ValueError: there are no tables, a table is a scalar or has a negative shape,
-        `axis` is unknown, `batch` does not match `tables`, `layouts` or `stacks` name
-        an unknown table or layout, or other numbers of rows, or `wire_dtype` is not
-        bfloat16.
+      ValueError: there are no tables, `axis` is unknown, `batch` does not match
+        `tables`, `layouts` or `stacks` name an unknown table or layout, or other
+        numbers of rows, or `wire_dtype` is not bfloat16.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -346,156 +305,50 @@ def plan(
     References:
       TorchRec, `EmbeddingShardingPlanner`.
     """
-    all_axes = getattr(mesh, "axis_names", ())
-    axis = check_axis(_CALL, mesh, all_axes if axis is None else axis)
-    wire_dtype = check_wire_dtype(_CALL, wire_dtype)
-    if tx is not None and not callable(getattr(tx, "init", None)):
-        raise _arguments.wrong_type(
-            _CALL, "tx", "an optax transformation or None", repr(tx)
-        )
-    is_number = isinstance(device_bytes, int | float | np.number | None)
-    is_number = is_number and not isinstance(device_bytes, bool)
-    if not is_number or (device_bytes is not None and not device_bytes > 0):
-        raise (ValueError if is_number else TypeError)(
-            f"{_CALL}: device_bytes must be a positive number of bytes or None, got "
-            f"{device_bytes!r}."
-        )
-    names = (axis,) if isinstance(axis, str) else axis
-    devices = math.prod(mesh.shape[name] for name in names)
-    if loss is None:
-        named, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=_is_table)
-        names, leaves = [_name(path) for path, _ in named], [leaf for _, leaf in named]
-        given = _reads(batch, treedef, len(leaves))
-        specs = [
-            None if r is None else _spec(name, leaf)
-            for name, leaf, r in zip(names, leaves, given)
-        ]
-        reads = [r if r is None else _as_reads(n, r) for n, r in zip(names, given)]
-    else:
-        leaves, treedef, names, reads = reads_in_loss(_CALL, loss, tables, batch)
-        specs = [_spec(name, leaf) for name, leaf in zip(names, leaves)]
+    axis = check_axis(mesh, mesh.axis_names if axis is None else axis)
+    wire_dtype = check_wire_dtype(wire_dtype)
+    find = reads_of_ids if loss is None else functools.partial(reads_in_loss, loss)
+    leaves, treedef, names, reads = find(tables, batch)
     numbers = [k for k, read in enumerate(reads) if read is not None]
     if not numbers:
         raise ValueError(
-            f"{_CALL}: tables must contain at least one table, got "
-            f"{_arguments.show_tree(tables)}."
-            + ("" if loss is None else " The loss reads none of them by rows only.")
+            "sparsejax.parallel.plan: found no table. A table is a parameter that the "
+            f"loss reads by rows only, got {_arguments.show_tree(tables)}."
         )
-    rows = {names[k]: spec.shape[0] for k, spec in enumerate(specs) if spec is not None}
-    heights = _heights(rows, stacks or {})
-    found = [
+    state = state_bytes(leaves, treedef, tx, numbers)
+    stacks = {_whole_name(name, names): rows for name, rows in (stacks or {}).items()}
+    plans = [
         _table_plan(
             names[k],
-            specs[k],
+            jax.ShapeDtypeStruct(leaves[k].shape, leaves[k].dtype),
             reads[k] or (),
+            state[k],
             mesh,
             axis,
-            tx,
-            heights.get(names[k]),
+            stacks.get(names[k]),
             wire_dtype,
         )
         for k in numbers
     ]
-    chosen = _fit(*_overrule(found, layouts or {}), device_bytes)
+    plans, fixed = _overrule(plans, layouts or {})
+    if device_bytes is not None:
+        plans = _fit(plans, fixed, device_bytes)
     places = [numbers.index(k) if k in numbers else None for k in range(len(leaves))]
-    return Plan(
-        tuple(chosen), devices, device_bytes, mesh, axis, treedef, tuple(places)
-    )
+    devices = math.prod(mesh.shape[name] for name in names_of(axis))
+    return Plan(tuple(plans), devices, device_bytes, mesh, axis, treedef, tuple(places))
 
 
-# ------------------------------------------------------------------ arguments
-
-
-def _is_table(x: Any) -> bool:
-    if isinstance(x, ShardedTable):
-        return True
-    return isinstance(x, tuple) and all(isinstance(n, int | np.integer) for n in x)
-
-
-def _name(path: Any) -> str:
-    return "tables" + jax.tree_util.keystr(path)
-
-
-def _spec(name: str, table: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(table, tuple):
-        if any(n < 0 for n in table):
-            raise ValueError(
-                f"{_CALL}: {name} must have a non-negative shape, got {table}."
-            )
-        table = jax.ShapeDtypeStruct(table, np.dtype(np.float32))
-    if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise _arguments.wrong_type(
-            _CALL,
-            name,
-            (
-                "an array, a jax.ShapeDtypeStruct, a ShardedTable or a shape as "
-                "a tuple of ints"
-            ),
-            _arguments.kind_of(table),
-        )
-    if not table.shape:
-        raise ValueError(
-            f"{_CALL}: {name} must have at least one axis, its rows, got shape ()."
-        )
-    return jax.ShapeDtypeStruct(tuple(table.shape), table.dtype)
-
-
-def _reads(batch: Any, treedef: Any, count: int) -> Sequence[Any]:
-    """The number of ids or a sample, for each table."""
-    if isinstance(batch, int | np.integer) or hasattr(batch, "dtype"):
-        return [batch] * count
-    try:
-        return treedef.flatten_up_to(batch)
-    except ValueError as error:
-        raise ValueError(
-            f"{_CALL}: batch must be a tree like tables: {error}"
-        ) from None
-
-
-def _heights(
-    tables: Mapping[str, int], stacks: Mapping[str, Sequence[int]]
-) -> dict[str, tuple[int, ...]]:
-    """The numbers of rows of the tables in each stack, by its whole name."""
-    found = {}
-    if not isinstance(stacks, Mapping):
-        raise _arguments.wrong_type(
-            _CALL,
-            "stacks",
-            (
-                "a dict of heights by the names of stacks, as "
-                "EmbeddingCollection.heights() returns it"
-            ),
-            repr(stacks),
-        )
-    for given, heights in stacks.items():
-        name = _whole_name(given, tables, "stacks")
-        is_list = isinstance(heights, Sequence | np.ndarray)
-        if not is_list or not all(isinstance(n, int | np.integer) for n in heights):
-            raise TypeError(
-                f"{_CALL}: stacks must have a list of ints for each stack, the numbers "
-                f"of rows of its tables; for {name} got {heights!r}."
-            )
-        if sum(heights) != tables[name]:
-            raise ValueError(
-                f"{_CALL}: stacks must have the numbers of rows of the tables in "
-                f"{name}, {tables[name]} in all, got {tuple(heights)}."
-            )
-        found[name] = tuple(map(int, heights))
-    return found
-
-
-def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
+def _whole_name(given: str, names: Iterable[str]) -> str:
     """The one table name that ends with the given key."""
     ends = str(given), f"[{given!r}]", f".{given}"
-    found = [name for name in names if name == given]
-    found = found or [name for name in names if name.endswith(ends)]
-    if len(found) != 1:
+    matches = [name for name in names if name == given]
+    matches = matches or [name for name in names if name.endswith(ends)]
+    if len(matches) != 1:
         raise ValueError(
-            f"{_CALL}: {argument} must name one table each, got {given!r}, the end of "
-            f"{len(found)} of the names {', '.join(names)}. Pass a whole name, or an "
-            "end that one name alone has."
+            f"sparsejax.parallel.plan: {given!r} must be the name of one table, or the "
+            f"end of one name alone, but {len(matches)} of {', '.join(names)} match."
         )
-    return found[0]
+    return matches[0]
 
 
 # ------------------------------------------------------------------ one table
@@ -503,76 +356,67 @@ def _whole_name(given: Any, names: Iterable[str], argument: str) -> str:
 
 def _table_plan(
     name: str,
-    spec: Any,
+    spec: jax.ShapeDtypeStruct,
     reads: Sequence[Read],
+    state: tuple[int, int],
     mesh: Any,
     axis: Any,
-    tx: Any,
-    heights: tuple[int, ...] | None,
+    heights: Sequence[int] | None,
     wire_dtype: Any,
 ) -> TablePlan:
     table = shard_rows(spec, mesh, axis)
     wire_dtype = wire_dtype if can_send_in_16_bits(spec.dtype) else None
-    owners = owners_of(table)
+    owners, height = owners_of(table), spec.shape[0]
     devices = owners.count
-    each = [-(-read.count // devices) for read in reads]
-    here = sum(each)
+    here = sum(-(-read.count // devices) for read in reads)
     samples = [read.ids for read in reads if read.ids is not None]
-    if len(samples) < len(reads):
-        distinct, capacity = min(here, spec.shape[0]), None
-    else:
-        distinct = _max_distinct(samples, devices, spec.shape[0])
-        measure = lambda ids: measure_capacity(table, ids, margin=1.0)
-        capacity = max((measure(ids) for ids in samples if ids.size), default=1)
+    is_measured = len(samples) == len(reads)
+    distinct, capacity = min(here, height), None
+    if is_measured:
+        distinct = _max_distinct(samples, devices, height)
+        sizes = [
+            measure_capacity(table, ids, margin=1.0) for ids in samples if ids.size
+        ]
+        capacity = max(sizes, default=1)
     slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
     replicas = owners.devices // devices
     sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)
-    costs = costs_of(spec, devices, here, outputs, distinct, sent, tx, wire_dtype)
+    costs = costs_of(spec, devices, here, outputs, distinct, sent, state, wire_dtype)
     groups = {}
-    is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
-    if heights and is_float and all(read.length == int(read.length) for read in reads):
-        sizes = {"table-wise": devices, "table-row-wise": mesh.shape[table.axes[0]]}
-        for layout, count in sizes.items():
-            if count < 2 or (layout == "table-row-wise" and count == devices):
-                continue
-            by_table, cost = cost_table_wise(
-                spec, heights, reads, devices, count, tx, wire_dtype
+    if heights is not None:
+        if sum(heights) != height:
+            raise ValueError(
+                "sparsejax.parallel.plan: stacks must have the numbers of rows of the "
+                f"tables in {name}, {height} in all, got {tuple(heights)}."
             )
-            held = by_table.per_shard(spec.shape[0], devices)
-            if devices * held <= max(np.iinfo(np.int32).max, spec.shape[0]):
-                groups[layout], costs[layout] = by_table, cost
+        sizes = {"table-wise": devices, "table-row-wise": mesh.shape[table.axes[0]]}
+        if sizes["table-row-wise"] == devices:
+            del sizes["table-row-wise"]
+        is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
+        has_bags = is_float and all(read.length == int(read.length) for read in reads)
+        for choice, count in sizes.items():
+            if not has_bags or count < 2:
+                continue
+            layout, cost = cost_table_wise(
+                spec, tuple(heights), reads, devices, count, state, wire_dtype
+            )
+            stored = devices * layout.per_shard(height, devices)
+            if stored <= max(np.iinfo(np.int32).max, height):
+                groups[choice], costs[choice] = layout, cost
     choice = min(costs, key=lambda name: (costs[name].wire, costs[name].memory))
-    if devices == 1:
-        choice = "replicated-sparse"
-    dtype, measured = np.dtype(spec.dtype).name, capacity is not None
-    shape = tuple(spec.shape)
-    most = max(slots)
     return TablePlan(
-        name,
-        shape,
-        dtype,
-        here,
-        distinct,
-        most,
-        costs,
-        choice,
-        measured,
-        groups,
-        wire_dtype,
-    )
-
-
-def _as_reads(name: str, read: Any) -> list[Read]:
-    if hasattr(read, "dtype") and np.ndim(read):
-        ids = _arguments.as_integers(read, f"batch of {name}")
-        return [Read(ids.size, np.asarray(ids).reshape(-1))]
-    if isinstance(read, int | np.integer) and not isinstance(read, bool) and read >= 0:
-        return [Read(int(read))]
-    raise ValueError(
-        f"{_CALL}: batch must be the number of ids per step (on all devices together) "
-        "or a sample of ids as an integer array, either one for all tables or a tree "
-        f"like tables; for {name} got {read!r}."
+        name=name,
+        shape=spec.shape,
+        dtype=np.dtype(spec.dtype).name,
+        ids=here,
+        distinct=distinct,
+        capacity=max(slots),
+        costs=costs,
+        choice=choice if devices > 1 else "replicated-sparse",
+        is_measured=is_measured,
+        groups=groups,
+        wire_dtype=wire_dtype,
     )
 
 
@@ -581,7 +425,7 @@ def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> i
 
     def part(sample, k):
         here = -(-sample.size // devices)
-        return sample.reshape(-1)[k * here : (k + 1) * here]
+        return sample[k * here : (k + 1) * here]
 
     parts = [np.concatenate([part(s, k) for s in samples]) for k in range(devices)]
     kept = [part[(part >= 0) & (part < height)] for part in parts]
@@ -596,53 +440,27 @@ def _overrule(
 ) -> tuple[Sequence[TablePlan], dict[str, str]]:
     """The tables with the layouts in `layouts`, and these layouts by whole name."""
     known = {table.name: table for table in tables}
-    if not isinstance(layouts, Mapping):
-        raise _arguments.wrong_type(
-            _CALL, "layouts", "a dict of layouts by the names of tables", repr(layouts)
-        )
     chosen: dict[str, str] = {}
     for given, layout in layouts.items():
-        name = _whole_name(given, known, "layouts")
-        if name in chosen:
-            raise ValueError(
-                f"{_CALL}: layouts must name each table once, but {given!r} is {name}, "
-                f"which already has {chosen[name]!r}."
-            )
+        name = _whole_name(given, known)
         if layout not in known[name].costs:
             raise ValueError(
-                f"{_CALL}: the layout of {name} must be one of "
-                f"{', '.join(map(repr, known[name].costs))}, got {layout!r}."
-                f"{_why(layout)}"
+                f"sparsejax.parallel.plan: the layout of {name} must be one of "
+                f"{', '.join(known[name].costs)}, got {layout!r}. Columns must be a "
+                "multiple of the devices; table-wise layouts need stacks=, several "
+                "devices, and reads of single ids or bags of one length."
             )
         chosen[name] = layout
-    return [
-        dataclasses.replace(table, choice=chosen.get(table.name, table.choice))
-        for table in tables
-    ], chosen
-
-
-def _why(layout: str) -> str:
-    """Returns why a table cannot have the layout; empty for an unknown layout."""
-    if layout in ("table-wise", "table-row-wise"):
-        return (
-            " Only stacks of floats named in stacks= can be sharded table by table, if "
-            "they are read by single ids and bags of a fixed length, on several "
-            'devices ("table-row-wise": along several mesh axes).'
-        )
-    if layout == "column-sharded":
-        return " Columns must be a multiple of the number of devices."
-    return ""
+    change = lambda t: dataclasses.replace(t, choice=chosen.get(t.name, t.choice))
+    return [change(table) for table in tables], chosen
 
 
 def _fit(
-    tables: Sequence[TablePlan], fixed: Mapping[str, str], budget: int | None
+    tables: Sequence[TablePlan], fixed: Mapping[str, str], budget: int
 ) -> Sequence[TablePlan]:
     """Moves tables to layouts that need less memory, until all fit or none can move."""
     tables = list(tables)
-    while budget is not None:
-        over = sum(t.costs[t.choice].memory for t in tables) - budget
-        if over <= 0:
-            break
+    while (over := sum(t.costs[t.choice].memory for t in tables) - budget) > 0:
         moves = [
             (_price(t, layout, over), k, layout)
             for k, t in enumerate(tables)
@@ -672,7 +490,3 @@ def _size(count: int) -> str:
         if count >= size:
             return f"{count / size:.3g} {unit}"
     return f"{count} B"
-
-
-def _show_cost(cost: Cost | None) -> str:
-    return "-" if cost is None else f"{_size(cost.memory)}, {_size(cost.wire)}"

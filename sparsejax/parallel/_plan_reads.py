@@ -34,26 +34,37 @@ class Read:
     length: float = 1
 
 
-def reads_in_loss(
-    call: str, loss: Callable[..., Any], params: PyTree, batch: PyTree
-) -> tuple[list[Any], Any, list[str], list[list[Read] | None]]:
+Reads = tuple[list[Any], Any, list[str], list[list[Read] | None]]
+
+
+def reads_of_ids(tables: PyTree, batch: PyTree) -> Reads:
+    """The reads of each table from its ids, or their number; as `reads_in_loss`."""
+    is_shape = lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+    is_leaf = lambda x: isinstance(x, ShardedTable) or is_shape(x)
+    named, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=is_leaf)
+    leaves = [
+        jax.ShapeDtypeStruct(x, jnp.float32) if is_shape(x) else x for _, x in named
+    ]
+    names = ["tables" + jax.tree_util.keystr(path) for path, _ in named]
+    if isinstance(batch, int) or hasattr(batch, "dtype"):
+        batch = treedef.unflatten([batch] * len(leaves))
+
+    def read(ids):
+        if ids is None or isinstance(ids, int):
+            return None if ids is None else [Read(ids)]
+        ids = np.asarray(_arguments.as_integers(ids))
+        return [Read(ids.size, ids.reshape(-1))]
+
+    return leaves, treedef, names, list(map(read, treedef.flatten_up_to(batch)))
+
+
+def reads_in_loss(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> Reads:
     """Traces `loss(params, batch)` and finds the parameters that it reads by rows.
 
     Returns:
       The leaves of `params` with their tree and names; and for each of them its reads,
       or None if it is not a table.
-
-    Raises:
-      TypeError: `loss` is not a function.
     """
-    if not callable(loss):
-        raise _arguments.wrong_type(
-            call,
-            "loss",
-            "a function (params, batch) -> loss",
-            _arguments.kind_of(loss),
-            "Pass the function itself, not its result.",
-        )
     first = lambda out: out[0] if isinstance(out, tuple) else out
     fun = lambda params, batch: first(loss(params, batch))
     is_sharded = lambda x: isinstance(x, ShardedTable)

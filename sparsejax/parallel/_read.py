@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from sparsejax import _arguments
@@ -36,11 +37,6 @@ from sparsejax.parallel._table import ShardedTable, constrain, sharded_table_p
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.table import RowReader, TableRef
-
-
-_MEASURE = "sparsejax.parallel.measure_capacity"
-_METRICS = "sparsejax.parallel.exchange_metrics"
-_VIEW = "sparsejax.parallel.ShardedTable"
 
 
 def measure_capacity(
@@ -74,36 +70,27 @@ def measure_capacity(
       >>> sj.parallel.measure_capacity(table, jnp.array([7, 7, 7, 8]), margin=1.0)
       2
     """
-    check_table(_MEASURE, table)
+    check_table(table)
     batches: Any = sample_ids if isinstance(sample_ids, list | tuple) else [sample_ids]
     if all(np.ndim(batch) == 0 for batch in batches):
-        batches = [batches if isinstance(sample_ids, list | tuple) else sample_ids]
-    is_number = isinstance(margin, int | float | np.number)
-    if not is_number or not 0 < margin < math.inf:
-        raise (_arguments.wrong if is_number else _arguments.wrong_type)(
-            _MEASURE,
-            "margin",
-            "a positive number",
-            repr(margin),
-            "A margin of 1 is just enough for the sample.",
-        )
-    most = count = 0
-    for batch in batches:
-        if not (_arguments.is_concrete(batch) or isinstance(batch, list | tuple)):
-            raise _arguments.wrong(
-                _MEASURE,
-                "sample_ids",
-                "concrete",
-                "traced ids",
-                "Call it outside of jit, and pass its result as capacity.",
-            )
-        batch = _arguments.as_integers(batch)
-        most, count = max(most, _max_requested(table, batch)), count + batch.size
-    if not count:
+        batches = [batches]
+    if not 0 < margin < math.inf:
         raise ValueError(
-            f"{_MEASURE}: sample_ids must not be empty. Pass the ids of one or more "
-            "batches."
+            "sparsejax.parallel.measure_capacity: margin must be positive, and 1 is "
+            f"just enough for the sample, got {margin!r}."
         )
+    if any(isinstance(batch, Tracer) for batch in batches):
+        raise ValueError(
+            "sparsejax.parallel.measure_capacity: sample_ids are traced. Call it "
+            "outside of jit, and pass its result as capacity."
+        )
+    batches = [_arguments.as_integers(batch) for batch in batches]
+    if not sum(batch.size for batch in batches):
+        raise ValueError(
+            "sparsejax.parallel.measure_capacity: sample_ids must not be empty. Pass "
+            "the ids of one or more batches."
+        )
+    most = max(_max_requested(table, batch) for batch in batches)
     return max(1, math.ceil(most * margin))
 
 
@@ -149,9 +136,9 @@ def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Met
       >>> int(found.rounds), int(found.rows), int(found.overflow)
       (2, 3, 1)
     """
-    check_table(_METRICS, table)
+    check_table(table)
     ids = ids.values if isinstance(ids, SegmentTensor) else ids
-    ids = put_on_mesh(_METRICS, table, _arguments.as_integers(ids))
+    ids = put_on_mesh(table, _arguments.as_integers(ids))
     ids = _arguments.as_ids(ids, table.height)
     if not ids.size:
         return _exchange.no_metrics()
@@ -161,27 +148,25 @@ def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Met
     return _exchange.measure(owners, slots, positions, table.dtype, row)
 
 
-def check_table(call: str, table: Any) -> None:
+def check_table(table: Any) -> None:
     """Raises unless `table` is a ShardedTable that can be read here."""
     if not isinstance(table, ShardedTable):
-        raise _arguments.wrong_type(
-            call,
-            "table",
-            "a ShardedTable",
-            _arguments.kind_of(table),
-            "Make one with sparsejax.parallel.shard_rows(table, mesh, axis).",
+        raise TypeError(
+            "sparsejax.parallel: table must be a ShardedTable, got "
+            f"{_arguments.kind_of(table)}. Make one with "
+            "sparsejax.parallel.shard_rows(table, mesh, axis)."
         )
     context = jax.sharding.get_abstract_mesh()
     manual = [n for n in context.manual_axes if n in table.mesh.axis_names]
     if manual:
         raise ValueError(
-            f"{call}: cannot be called inside a shard_map over {manual}. It takes the "
-            "ids of the whole batch and shards them itself. Call it outside of the "
-            "shard_map, on global arrays."
+            "sparsejax: a ShardedTable takes the ids of the whole batch and shards "
+            f"them itself, but this is inside a shard_map over {manual}. Read it "
+            "outside of the shard_map, at global arrays."
         )
 
 
-def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
+def put_on_mesh(table: ShardedTable, ids: Any) -> jax.Array:
     """Moves ids from one device to the table's mesh; raises if they are elsewhere."""
     mesh = table.mesh
     is_array = isinstance(ids, jax.Array) and _arguments.is_concrete(ids)
@@ -192,15 +177,10 @@ def put_on_mesh(call: str, table: ShardedTable, ids: Any) -> jax.Array:
         return ids
     if len(here) == 1 and here <= there:
         return jax.device_put(ids, owners_of(table).sharding(PartitionSpec()))
-    raise _arguments.wrong(
-        call,
-        "ids",
-        f"on the table's {len(there)} devices, {mesh}",
-        f"{ids.sharding}",
-        (
-            "Move them with jax.device_put(ids, NamedSharding(mesh, "
-            f"PartitionSpec({', '.join(map(repr, table.axes))})))."
-        ),
+    raise ValueError(
+        f"sparsejax: ids are on {ids.sharding}, but the ShardedTable is on {mesh}. "
+        "Move them with jax.device_put(ids, NamedSharding(mesh, "
+        f"PartitionSpec({', '.join(map(repr, table.axes))})))."
     )
 
 
@@ -215,17 +195,16 @@ def owners_of(table: ShardedTable) -> Owners:
 
 @read_row_table.register
 def _read_row_table(
-    table: ShardedTable, call: str, ids: Any, padding: jax.Array | None, mode: str
+    table: ShardedTable, ids: Any, padding: jax.Array | None, mode: str
 ) -> jax.Array:
     """The rows of a table over devices for `sparsejax.lookup` and the layers."""
-    check_table(call, table)
-    return _gather(call, table, put_on_mesh(call, table, ids), padding, mode)
+    check_table(table)
+    return _gather(table, put_on_mesh(table, ids), padding, mode)
 
 
 @reduce_row_table.register
 def _reduce_row_table(
     table: ShardedTable,
-    call: str,
     ids: Any,
     skip: jax.Array | None,
     weights: jax.Array | None,
@@ -236,11 +215,11 @@ def _reduce_row_table(
     max_norm: float | None = None,
 ) -> jax.Array:
     """The bags of a table over devices for `sparsejax.embedding_bag` and the layers."""
-    check_table(call, table)
-    ids = put_on_mesh(call, table, ids)
+    check_table(table)
+    ids = put_on_mesh(table, ids)
 
     def read_rows(ids, skip):
-        rows = _gather(call, table, ids, skip, mode)
+        rows = _gather(table, ids, skip, mode)
         if max_norm is not None:
             rows = _lookup.clip_rows(rows, max_norm, table.ndim - 1)
         return rows
@@ -250,9 +229,7 @@ def _reduce_row_table(
     )
 
 
-def _gather(
-    call: str, table: ShardedTable, ids: jax.Array, padding: Any, mode: str
-) -> jax.Array:
+def _gather(table: ShardedTable, ids: jax.Array, padding: Any, mode: str) -> jax.Array:
     """The rows of checked ids, as `mode` and `padding` say."""
     wanted = _lookup.clip_ids(table, ids) if mode == "clip" else ids
     if padding is not None:
@@ -449,7 +426,7 @@ class _ShardedReader(RowReader):
     ) -> jax.Array:
         """As `RowReader.read`."""
         table = self.table(ref.array)
-        check_table(_VIEW, table)
+        check_table(table)
         none = _arguments.scalar(table.height, ids)
         counted = jnp.where(counts, ids, none)
         if nearest:
@@ -463,7 +440,7 @@ class _ShardedReader(RowReader):
             inside = indexing.in_range(positions, kind.owners.height)
             return ctx.plant(ref, rows, positions, inside, kind=kind)
 
-        return _read(table, put_on_mesh(_VIEW, table, ids), record)
+        return _read(table, put_on_mesh(table, ids), record)
 
     def bag_sum(
         self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any

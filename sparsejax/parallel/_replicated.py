@@ -32,10 +32,7 @@ from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, is_selected_rows, with_slots
 from sparsejax.parallel._rows import ShardedRows
-from sparsejax.parallel._table import ShardedTable, check_axis
-
-
-_CALL = "sparsejax.parallel.data_parallel"
+from sparsejax.parallel._table import ShardedTable, check_axis, names_of
 
 
 def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> Any:
@@ -157,10 +154,9 @@ def data_parallel(
       jitted step.
 
     Raises:
-      TypeError: `step` is not a function, or does not return such a tuple.
+      TypeError: `step` does not return such a tuple.
       ValueError: `axis` is unknown, no array of the batch can be sharded, or the step
-        returns parameters or state with a different structure or different shapes, or
-        parameters with a different dtype.
+        returns parameters or state with a different structure.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sparsejax as sj
@@ -180,15 +176,7 @@ def data_parallel(
     References:
       MXNet Gluon, `Trainer` and `split_and_load`; Horovod, `DistributedOptimizer`.
     """
-    if not callable(step):
-        raise _arguments.wrong_type(
-            _CALL,
-            "step",
-            "a function (params, opt_state, batch) -> (params, opt_state, ...)",
-            _arguments.kind_of(step),
-        )
-    axis = check_axis(_CALL, mesh, axis)
-    axes = (axis,) if isinstance(axis, str) else axis
+    axes = names_of(check_axis(mesh, axis))
     auto = (AxisType.Auto,) * mesh.devices.ndim
     auto_mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
     jitted = jax.jit(
@@ -196,7 +184,7 @@ def data_parallel(
         static_argnums=0,
         donate_argnums=(1, 2) if donate else (),
     )
-    return DataParallelStep(jitted, mesh, auto_mesh, axes)
+    return DataParallelStep(jitted, auto_mesh, axes)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -205,8 +193,7 @@ class DataParallelStep:
 
     Args:
       jitted: the step, as a function of shardings and of the step's arguments.
-      given: the mesh that `data_parallel` got.
-      mesh: the same devices, with Auto axes: the step contains no shardings.
+      mesh: the devices, with Auto axes: the step contains no shardings.
       axes: names of the mesh axes that the batch is sharded over.
 
     Example:
@@ -219,7 +206,6 @@ class DataParallelStep:
     """
 
     jitted: jax.stages.Wrapped
-    given: Mesh
     mesh: Mesh
     axes: tuple[str, ...]
 
@@ -242,8 +228,8 @@ class DataParallelStep:
         is_table = lambda x: isinstance(x, ShardedTable)
 
         def over_auto_axes(x):
-            is_ours = is_table(x) and x.mesh == self.given
-            return dataclasses.replace(x, mesh=self.mesh) if is_ours else x
+            is_here = is_table(x) and x.mesh.shape == self.mesh.shape
+            return dataclasses.replace(x, mesh=self.mesh) if is_here else x
 
         kept = jax.tree.map(over_auto_axes, (params, opt_state), is_leaf=is_table)
         kept = jax.tree.map(lambda x: self._put(x, PartitionSpec()), kept)
@@ -255,20 +241,18 @@ class DataParallelStep:
         if leaves and not any(map(is_even, leaves)):
             sizes = sorted({np.shape(x)[0] for x in leaves if np.ndim(x)})
             raise ValueError(
-                f"{_CALL}: the batch must have an array that can be sharded over the "
-                f"{devices} devices along {self.axes!r}, got leading axes {sizes}. "
-                f"Use a batch size that is a multiple of {devices}, or pad the batch."
+                "sparsejax.parallel.data_parallel: no array of the batch can be "
+                f"sharded over the {devices} devices along {self.axes!r}: its leading "
+                f"axes are {sizes}. Pad them to a multiple of {devices}."
             )
         split, whole = PartitionSpec(self.axes), PartitionSpec()
         put = lambda x: self._put(x, split if is_even(x) else whole)
         return shardings, *kept, *jax.tree.map(put, batch)
 
     def _put(self, x: Any, spec: PartitionSpec) -> Any:
-        """`x` sharded as `spec`, unless it is on the mesh already."""
+        """`x` sharded as `spec`, or as it already is over such a mesh."""
         found = getattr(x, "sharding", None)
-        if isinstance(found, NamedSharding) and found.mesh == self.mesh:
-            return x
-        if isinstance(found, NamedSharding) and found.mesh == self.given:
+        if isinstance(found, NamedSharding) and found.mesh.shape == self.mesh.shape:
             spec = found.spec
         sharding = NamedSharding(self.mesh, spec)
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -286,38 +270,14 @@ def _run(
     """The step; new parameters and state are sharded like the old ones."""
     out = step(params, opt_state, *batch)
     if not isinstance(out, tuple) or len(out) < 2:
-        size = f" of {len(out)}" if isinstance(out, tuple) else ""
         raise TypeError(
-            f"{_CALL}: step must return a tuple (params, opt_state, ...), got "
-            f"{type(out).__name__}{size}. Losses and metrics come after these."
+            "sparsejax.parallel.data_parallel: step must return a tuple (params, "
+            f"opt_state, ...), got {_arguments.kind_of(out)}. Losses and metrics come "
+            "after these."
         )
-    _check_replaceable("params", out[0], params)
-    _check_replaceable("opt_state", out[1], opt_state)
     leaves, treedef = jax.tree.flatten(out[:2])
     kept = lax.with_sharding_constraint(leaves, list(shardings))
     return (*treedef.unflatten(kept), *out[2:])
-
-
-def _check_replaceable(what: str, returned: Any, given: Any) -> None:
-    """A ValueError unless `returned` can be passed to the next step for `given`.
-
-    State may change its dtype: some optimizers set it at the first step.
-    """
-    found, expected = jax.tree.structure(returned), jax.tree.structure(given)
-    if found != expected:
-        raise ValueError(
-            f"{_CALL}: step must return {what} with the structure of its argument, "
-            f"{expected}, got {found}. They are the next step's arguments."
-        )
-    leaves, _ = jax.tree_util.tree_flatten_with_path(given)
-    for (path, old), new in zip(leaves, jax.tree.leaves(returned)):
-        old, new = jax.typeof(old), jax.typeof(new)
-        if old.shape != new.shape or what == "params" and old.dtype != new.dtype:
-            raise ValueError(
-                f"{_CALL}: step must return {what}{jax.tree_util.keystr(path)} as "
-                f"{old.dtype.name}{list(old.shape)}, like its argument, got "
-                f"{new.dtype.name}{list(new.shape)}. It is the next step's argument."
-            )
 
 
 # ------------------------------------------------------------------ the exchange

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
 from sparsejax.optim._lazy import gather_scatter, row_passes
@@ -104,15 +103,9 @@ class ShardedRows(SelectedRows):
           ValueError: `capacity` is given.
         """
         if capacity is not None:
-            raise _arguments.wrong(
-                "ShardedRows.coalesce",
-                "capacity",
-                "None",
-                repr(capacity),
-                (
-                    "Every owner has a slot for each row it may receive, so no row "
-                    "is lost."
-                ),
+            raise ValueError(
+                "ShardedRows.coalesce: capacity must be None, since every owner has a "
+                f"slot for each row it may receive, got {capacity!r}."
             )
         merged = self if self.is_merged else _send(self)
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
@@ -166,7 +159,7 @@ def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
     owners, spec = rows.owners, rows.owners.table_spec
 
     def body(positions, values, *args):
-        own = _exchange.to_own_rows(owners, positions)
+        own = owners.to_own_rows(positions)
         return f(SelectedRows(own, values, owners.rows), *args)
 
     in_specs = (spec,) * (2 + len(args))

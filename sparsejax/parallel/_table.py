@@ -34,19 +34,11 @@ from sparsejax._mesh import explicit_spec, replicate, reshard
 from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.parallel._forward import forward
-from sparsejax.parallel._layout import LAYOUTS, Block, Layout, TableWise
+from sparsejax.parallel._layout import LAYOUTS, Block, Layout
 from sparsejax.transform.trace import makes_views
 
 
-_CALL = "sparsejax.parallel.shard_rows"
 _NUMBERS = (int, float, complex)
-# The methods and properties of an array that a model may use. They are looked up on the
-# stand-in, so that rows can be read of a view. A table has no other attributes of an
-# array, because trees and frameworks probe objects for attributes.
-_ARRAY_ONLY = frozenset(
-    "T at astype copy flatten item max mean min mT ravel reshape sort std sum swapaxes "
-    "take tolist transpose".split()
-)
 
 
 def _refuse_to_run(*, static: tuple[Any, ...]) -> NoReturn:
@@ -171,7 +163,7 @@ class ShardedTable(RowTable):
     @property
     def axes(self) -> tuple[str, ...]:
         """The mesh axes that the rows are sharded over, always as a tuple."""
-        return (self.axis,) if isinstance(self.axis, str) else self.axis
+        return names_of(self.axis)
 
     @property
     def num_shards(self) -> int:
@@ -229,42 +221,14 @@ class ShardedTable(RowTable):
         is_array = _arguments.is_array(ids)
         if is_array and AxisType.Explicit in self.mesh.axis_types:
             # JAX's gather cannot derive the sharding of rows read at sharded ids.
-            call = "sparsejax.parallel.ShardedTable[ids]"
             ids = _arguments.as_indices(ids, self.height, "Use .to_dense().")
-            return read_row_table(self, call, ids, None, "clip")
+            return read_row_table(self, ids, None, "clip")
         read = lambda table, ids: jnp.asarray(table)[ids]
         return (read if makes_views.value else forward(read))(self, ids)
 
     # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
     __iter__ = None
     __contains__ = None
-
-    def __matmul__(self, other: Any) -> Any:
-        return jnp.asarray(self) @ other
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return other @ jnp.asarray(self)
-
-    def __float__(self) -> NoReturn:
-        self.__array__()
-
-    def __int__(self) -> NoReturn:
-        self.__array__()
-
-    def __index__(self) -> NoReturn:
-        self.__array__()
-
-    def __complex__(self) -> NoReturn:
-        self.__array__()
-
-    def __getattr__(self, name: str) -> Any:
-        # Python calls this only for attributes that are missing.
-        if name not in _ARRAY_ONLY:
-            raise AttributeError(f"'ShardedTable' object has no attribute {name!r}")
-        try:
-            return getattr(jnp.asarray(self), name)
-        except TypeError as error:
-            raise AttributeError(str(error)) from None
 
     # -- ids and positions -------------------------------------------------------
 
@@ -466,95 +430,69 @@ def shard_rows(
       lookup table (ids by remainder over parameter servers); Lepikhin et al., 2020,
       "GShard" (dispatch by all_to_all).
     """
-    axis = check_axis(_CALL, mesh, axis)
-    if capacity is not None:
-        capacity = _arguments.static_int(
-            "capacity", capacity, 1, " None for the default."
-        )
-    if isinstance(layout, str) and layout in LAYOUTS:
-        layout = LAYOUTS[layout]
+    axis, wire_dtype = check_axis(mesh, axis), check_wire_dtype(wire_dtype)
+    layout = LAYOUTS.get(layout, layout) if isinstance(layout, str) else layout
     if not isinstance(layout, Layout):
-        is_text = isinstance(layout, str)
-        raise (_arguments.wrong if is_text else _arguments.wrong_type)(
-            _CALL,
-            "layout",
-            "'mod', 'block' or a TableWise",
-            repr(layout),
-            "'mod' distributes neighbouring ids over all devices; 'block' keeps them "
-            "together.",
+        raise ValueError(
+            "sparsejax.parallel.shard_rows: layout must be 'mod', 'block' or a "
+            f"TableWise, got {layout!r}."
         )
-    if isinstance(layout, TableWise):
-        names = (axis,) if isinstance(axis, str) else axis
-        split_axes(_CALL, mesh, names, layout.num_groups)
-    wire_dtype = check_wire_dtype(_CALL, wire_dtype)
-
-    def make(values, height):
-        if isinstance(layout, TableWise) and layout.height != height:
-            raise ValueError(
-                f"{_CALL}: layout must have as many rows as the table, {height}, got "
-                f"tables of {layout.height} rows together."
-            )
-        made = ShardedTable(values, height, mesh, axis, layout, capacity, wire_dtype)
-        count, each = made.num_shards, made.rows_per_shard
-        fits = _arguments.has_index_dtype
-        if fits(height) and not fits(count * each):
-            raise ValueError(
-                f"{_CALL}: {count} devices with {each} rows each have more positions "
-                f"than 32 bits can count, for a table of {height} rows. Choose a "
-                "layout that distributes the rows more evenly, or set jax_enable_x64."
-            )
-        return made
-
-    def checked(made):
-        if wire_dtype is not None and not can_send_in_16_bits(made.dtype):
-            raise _arguments.wrong_type(
-                _CALL,
-                "a table with wire_dtype",
-                "of float32, float64 or bfloat16",
-                f"{made.dtype}",
-                "Leave wire_dtype out.",
-            )
-        return made
-
+    if capacity is not None:
+        capacity = _arguments.static_int("capacity", capacity, 1)
     if callable(table):
-        hint = " A table given as a function of ids needs height=, its number of rows."
-        height = _arguments.static_int("height", height, hint=hint)
-        return checked(make(_values_from(table, make(None, height)), height))
-    table = _arguments.as_array(table) if hasattr(table, "__jax_array__") else table
-    if not (hasattr(table, "shape") and hasattr(table, "dtype")):
-        raise _arguments.wrong_type(
-            _CALL,
-            "table",
-            "a JAX or NumPy array, a ShapeDtypeStruct or a function of ids",
-            _arguments.kind_of(table),
-        )
-    _check_numeric(table.dtype)
-    shape = tuple(table.shape)
-    if not shape:
+        if height is None:
+            raise TypeError(
+                "sparsejax.parallel.shard_rows: a table given as a function of ids "
+                "needs height=, its number of rows."
+            )
+    else:
+        if height is not None:
+            raise ValueError(
+                "sparsejax.parallel.shard_rows: height is only for a table given as a "
+                f"function of ids, got height={height!r} and a table."
+            )
+        if not table.shape:
+            raise ValueError(
+                "sparsejax.parallel.shard_rows: the first axis of a table is its rows, "
+                "got a scalar."
+            )
+        height = table.shape[0]
+    layout.check(height, mesh, names_of(axis))
+    empty = ShardedTable(None, height, mesh, axis, layout, capacity, wire_dtype)
+    count, each = empty.num_shards, empty.rows_per_shard
+    fits = _arguments.has_index_dtype
+    if fits(height) and not fits(count * each):
         raise ValueError(
-            f"{_CALL}: table must have at least one axis, got shape {shape}. The first "
-            "axis is the rows."
+            f"sparsejax.parallel.shard_rows: {count} devices with {each} rows each "
+            "have more positions than 32 bits can count, for a table of "
+            f"{height} rows. Choose a layout that distributes the rows more evenly, or "
+            "set jax_enable_x64."
         )
-    if height is not None:
-        raise ValueError(
-            f"{_CALL}: height is only for a table given as a function of ids, got "
-            f"height={height!r} and a table of shape {shape}. Leave height out."
-        )
-    checked(table)
-    empty = make(None, shape[0])
-    if isinstance(table, jax.ShapeDtypeStruct):
-        stored = (empty.num_shards * empty.rows_per_shard, *shape[1:])
-        abstract = make(jax.ShapeDtypeStruct(stored, table.dtype), shape[0])
-        return abstract.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=abstract.sharding)
-        )
-    if not _arguments.is_concrete(table):
-        return make(_values_of_traced(table, empty), shape[0])
-    host = table if isinstance(table, np.ndarray) else np.asarray(table)
-    return make(_values_from(lambda ids: host[ids], empty), shape[0])
+    made = empty.map(lambda _: _values(table, empty))
+    _check_dtype(made.dtype, wire_dtype)
+    return made
 
 
 # ------------------------------------------------------------------ making the values
+
+
+def _values(table: Any, empty: ShardedTable) -> Any:
+    """The stored values of a table, of whatever kind it is given."""
+    if callable(table):
+        return _values_from(table, empty)
+    if isinstance(table, jax.ShapeDtypeStruct):
+        return _abstract_values(table, empty)
+    table = jnp.asarray(table) if hasattr(table, "__jax_array__") else table
+    if isinstance(table, Tracer):
+        return _values_of_traced(table, empty)
+    host = table if isinstance(table, np.ndarray) else np.asarray(table)
+    return _values_from(lambda ids: host[ids], empty)
+
+
+def _abstract_values(table: jax.ShapeDtypeStruct, empty: ShardedTable) -> Any:
+    shape = (empty.num_shards * empty.rows_per_shard, *table.shape[1:])
+    made = empty.map(lambda _: jax.ShapeDtypeStruct(shape, table.dtype))
+    return jax.ShapeDtypeStruct(shape, table.dtype, sharding=made.sharding)
 
 
 def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
@@ -571,100 +509,58 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
 
     Each process builds only the parts of its own devices.
     """
-    check_has_devices(_CALL, empty.mesh)
-    per_shard = empty.rows_per_shard
-    length = empty.num_shards * per_shard
-
-    def ids_of_shard(shard: int) -> np.ndarray:
-        pieces = empty.layout.pieces(shard, empty.height, empty.num_shards)
-        ids = [np.arange(x.start, x.stop, x.step) for _, x in pieces]
-        return np.concatenate([np.zeros(0, np.int64), *ids])
-
-    def write(shard: int, rows: np.ndarray, out: np.ndarray) -> None:
-        used = 0
-        for at, ids in empty.layout.pieces(shard, empty.height, empty.num_shards):
-            out[at : at + len(ids)] = rows[used : used + len(ids)]
-            used += len(ids)
-
-    def checked_rows(ids: np.ndarray, row: tuple[int, ...] | None) -> np.ndarray:
-        # NumPy would broadcast a row that is too short without an error.
-        rows = np.asarray(rows_of(ids))
-        _check_numeric(rows.dtype)
-        if rows.shape[:1] != ids.shape or row not in (None, rows.shape[1:]):
-            want = f"[{len(ids)}, ...]" if row is None else (len(ids), *row)
-            raise ValueError(
-                f"{_CALL}: the function must return one row per id, {want} for "
-                f"{len(ids)} ids, got shape {rows.shape}."
-            )
-        return rows
-
-    def shards_in(rows: slice) -> range:
-        start, stop, _ = rows.indices(length)
-        return range(start // per_shard, stop // per_shard)
-
-    # This process's first part that has rows determines shape and dtype.
-    by_rows = NamedSharding(empty.mesh, PartitionSpec(empty.axis))
-    here = by_rows.addressable_devices_indices_map((length,)).values()
-    own = sorted({k for index in here if index for k in shards_in(index[0])})
-    first = next((k for k in own if len(ids_of_shard(k))), None)
-    if first is None:
-        like, made = checked_rows(np.arange(min(1, empty.height)), None), {}
-    else:
-        like = checked_rows(ids_of_shard(first), None)
-        made = {first: like}
-    row, dtype = like.shape[1:], jax.dtypes.canonicalize_dtype(like.dtype)
+    check_has_devices(empty.mesh)
+    first = np.asarray(rows_of(np.arange(min(1, empty.height))))
+    like = jax.ShapeDtypeStruct(
+        (empty.height, *first.shape[1:]), jax.dtypes.canonicalize_dtype(first.dtype)
+    )
+    values, per_shard = _abstract_values(like, empty), empty.rows_per_shard
 
     def part(index):
-        start, stop, _ = index[0].indices(length)
-        out = np.zeros((stop - start, *row), dtype)
-        for shard in shards_in(index[0]):
-            ids = ids_of_shard(shard)
-            if not len(ids):
-                continue
-            rows = made.pop(shard, None)
-            if rows is None:
-                rows = checked_rows(ids, row)
-            write(shard, rows, out[shard * per_shard - start :])
+        start, stop, _ = index[0].indices(values.shape[0])
+        out = np.zeros((stop - start, *values.shape[1:]), values.dtype)
+        for shard in range(start // per_shard, stop // per_shard):
+            begin = shard * per_shard - start
+            for at, ids in empty.layout.pieces(shard, empty.height, empty.num_shards):
+                if len(ids):
+                    rows = np.asarray(rows_of(np.arange(ids.start, ids.stop, ids.step)))
+                    _check_rows(rows.shape, (len(ids), *values.shape[1:]))
+                    out[begin + at :][: len(ids)] = rows
         return out
 
-    shape = (length, *row)
-    sharding = empty.map(lambda _: jax.ShapeDtypeStruct(shape, dtype)).sharding
-    return jax.make_array_from_callback(shape, sharding, part, dtype=dtype)
+    return jax.make_array_from_callback(
+        values.shape, values.sharding, part, dtype=values.dtype
+    )
 
 
-def _check_numeric(dtype: Any) -> None:
-    if not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
-        raise _arguments.wrong_type(
-            _CALL,
-            "a table",
-            "numeric",
-            f"{dtype}",
-            "Map text to numbers with a vocabulary first (sparsejax.data).",
+def _check_rows(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    if shape != expected:  # NumPy would broadcast a row that is too short
+        raise ValueError(
+            "sparsejax.parallel.shard_rows: the function must return one row per id, "
+            f"{expected}, got shape {shape}."
+        )
+
+
+def _check_dtype(dtype: Any, wire_dtype: Any) -> None:
+    if wire_dtype is not None and not can_send_in_16_bits(dtype):
+        raise TypeError(
+            f"sparsejax.parallel.shard_rows: a table of {dtype} cannot be sent in "
+            "bfloat16, only float32, float64 and bfloat16. Leave wire_dtype out."
         )
 
 
 # ------------------------------------------------------------------ wire_dtype
 
 
-def check_wire_dtype(call: str, wire_dtype: Any) -> np.dtype | None:
+def check_wire_dtype(wire_dtype: Any) -> np.dtype | None:
     """Returns `wire_dtype` as a dtype, or None; raises unless it is bfloat16."""
-    if wire_dtype is None:
-        return None
-    try:
-        found = jnp.dtype(wire_dtype)
-    except TypeError:
-        found = None
-    if found != jnp.bfloat16:
-        raise (_arguments.wrong_type if found is None else _arguments.wrong)(
-            call,
-            "wire_dtype",
-            "jax.numpy.bfloat16 or None",
-            repr(wire_dtype) if found is None else found.name,
-            "A float16 overflows above 65,504, and loses gradients below 6e-8."
-            if found == jnp.float16
-            else "",
+    if wire_dtype is not None and jnp.dtype(wire_dtype) != jnp.bfloat16:
+        raise ValueError(
+            f"sparsejax.parallel: wire_dtype must be jax.numpy.bfloat16 or None, got "
+            f"{jnp.dtype(wire_dtype)}. A float16 overflows above 65,504, and loses "
+            "gradients below 6e-8."
         )
-    return found
+    return None if wire_dtype is None else jnp.dtype(wire_dtype)
 
 
 def can_send_in_16_bits(dtype: Any) -> bool:
@@ -675,61 +571,36 @@ def can_send_in_16_bits(dtype: Any) -> bool:
 # ------------------------------------------------------------------ for other layouts
 
 
-def check_has_devices(call: str, mesh: Any) -> None:
+def check_has_devices(mesh: Any) -> None:
     """Raises a ValueError for a mesh without devices."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
-            f"{call}: a concrete table needs devices, but an AbstractMesh has none. "
-            "Pass a jax.sharding.Mesh (jax.make_mesh), or "
+            "sparsejax.parallel: a concrete table needs devices, but an AbstractMesh "
+            "has none. Pass a jax.sharding.Mesh (jax.make_mesh), or "
             "jax.ShapeDtypeStruct(shape, dtype) for the abstract form."
         )
 
 
-def split_axes(
-    call: str, mesh: Any, axes: tuple[str, ...], num_groups: int
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes over which the groups of a TableWise layout lie, and those inside."""
-    sizes = [mesh.shape[name] for name in axes]
-    for k in range(len(axes) + 1):
-        # Axes of one device, behind them, divide nothing.
-        if math.prod(sizes[:k]) == num_groups and set(sizes[k:]) != {1}:
-            return axes[:k], axes[k:]
-    raise ValueError(
-        f"{call}: a TableWise layout of {num_groups} groups needs axes of the mesh "
-        f"that come first and have {num_groups} devices, got "
-        f"{dict(zip(axes, sizes))}. For groups of several devices make a mesh with two "
-        "axes, groups first, and pass both as axis."
-    )
+def names_of(axis: str | Sequence[str]) -> tuple[str, ...]:
+    """The mesh axes, always as a tuple."""
+    return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def check_axis(call: str, mesh: Any, axis: Any) -> str | tuple[str, ...]:
+def check_axis(mesh: Any, axis: Any) -> str | tuple[str, ...]:
     """The axis as one name or a tuple of two or more; raises if it is invalid."""
-    if not isinstance(mesh, Mesh | AbstractMesh):
-        raise _arguments.wrong_type(
-            call,
-            "mesh",
-            "a jax.sharding.Mesh, as returned by jax.make_mesh",
-            _arguments.kind_of(mesh),
+    names, types = names_of(axis), dict(zip(mesh.axis_names, mesh.axis_types))
+    if not names or len(set(names)) != len(names) or not set(names) <= types.keys():
+        raise ValueError(
+            "sparsejax.parallel: axis must be the name of a mesh axis, or a tuple of "
+            f"names, got {axis!r}. The axes of this mesh are {mesh.axis_names}."
         )
-    names = (axis,) if isinstance(axis, str) else axis
-    known = isinstance(names, tuple | list) and all(n in mesh.axis_names for n in names)
-    if not known or not names or len(set(names)) != len(names):
-        raise _arguments.wrong(
-            call,
-            "axis",
-            "the name of a mesh axis, or a tuple of names",
-            repr(axis),
-            f"The axes of this mesh are {mesh.axis_names}.",
+    if any(types[name] == AxisType.Manual for name in names):
+        raise ValueError(
+            f"sparsejax.parallel: the mesh axis {axis!r} is Manual here, because "
+            "arrays are already sharded inside a shard_map. Call it outside of the "
+            "shard_map."
         )
-    types = dict(zip(mesh.axis_names, mesh.axis_types))
-    for name in names:
-        if types[name] == AxisType.Manual:
-            raise ValueError(
-                f"{call}: the mesh axis {name!r} is Manual here, because arrays are "
-                "already sharded inside a shard_map. Call it outside of the "
-                "shard_map."
-            )
-    return names[0] if len(names) == 1 else tuple(names)
+    return names[0] if len(names) == 1 else names
 
 
 def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:

@@ -37,7 +37,7 @@ from sparsejax.parallel._bags import divide, pad_examples, remove_padding
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
-from sparsejax.parallel._table import ShardedTable, split_axes
+from sparsejax.parallel._table import ShardedTable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Route:
 
     @classmethod
     def of(
-        cls, call: str, table: ShardedTable, tables: Sequence[tuple[int, int]]
+        cls, table: ShardedTable, tables: Sequence[tuple[int, int]]
     ) -> _Route | None:
         """For features by the rows of their tables in the stack.
 
@@ -82,7 +82,7 @@ class _Route:
         for group, some in enumerate(by_group):
             features[group, : len(some)] = some
             place[some] = group * most + np.arange(len(some))
-        axes = split_axes(call, table.mesh, table.axes, layout.num_groups)
+        axes = layout.split_axes(table.mesh, table.axes)
         return cls(owners_of(table), *axes, features, place)
 
     def to_owners(self, x: jax.Array, none: Any) -> jax.Array:
@@ -116,7 +116,6 @@ class _Route:
 @read_stacked_tables.register
 def _read_stacked_tables(
     table: ShardedTable,
-    call: str,
     ids: jax.Array,
     skip: jax.Array,
     tables: Sequence[tuple[int, int]],
@@ -131,13 +130,13 @@ def _read_stacked_tables(
     is_sum = combiner in ("none", "sum", "mean", "sqrtn")
     if not (isinstance(layout, TableWise) and is_sum and is_float and ids.size):
         return None
-    check_table(call, table)
-    route = _Route.of(call, table, tables)
+    check_table(table)
+    route = _Route.of(table, tables)
     if route is None:
         return None
     owners, (examples, *shape) = route.owners, ids.shape
 
-    ids = put_on_mesh(call, table, ids)
+    ids = put_on_mesh(table, ids)
     bad = ~(indexing.in_range(ids, table.height) | skip)
     pad = lambda x, value: pad_examples(owners, x.reshape(examples, -1), value)
     wanted = pad(jnp.where(skip, np.array(-1, ids.dtype), ids), -1)
@@ -145,9 +144,7 @@ def _read_stacked_tables(
     def send(ids):
         positions = table.position(ids.reshape(-1, *shape))
         requested = route.to_owners(positions, owners.height).reshape(-1)
-        own = _exchange.to_own_rows(owners, requested) < _arguments.scalar(
-            owners.rows, requested
-        )
+        own = owners.to_own_rows(requested) < _arguments.scalar(owners.rows, requested)
         return jnp.where(own, requested, _arguments.scalar(owners.height, requested))
 
     spec = owners.batch_spec
@@ -161,7 +158,7 @@ def _read_stacked_tables(
     if weights is not None:
         wide = indexing.accumulator_dtype(table.dtype)
         # As elsewhere, the weight of an element in no bag has no effect.
-        used = indexing.zero_unless(~skip, put_on_mesh(call, table, weights))
+        used = indexing.zero_unless(~skip, put_on_mesh(table, weights))
         args.append(pad(used.astype(wide), 0))
     # A mean may fit into a float16 although its sum does not.
     is_mean = combiner in ("mean", "sqrtn")

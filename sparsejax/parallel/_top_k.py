@@ -18,12 +18,8 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._lookup.top_k import Search
 from sparsejax._mesh import replicate
 from sparsejax._segments import SegmentTensor
-from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
 from sparsejax.parallel._table import ShardedTable, shard_rows
-
-
-_CALL = "sparsejax.parallel.top_k"
 
 
 def top_k(
@@ -67,21 +63,15 @@ def top_k(
       >>> sj.parallel.top_k(table, jnp.array([1.0, 0.0]), 2)
       (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
     """
-    check_table(_CALL, table)
+    check_table(table)
     layout = table.layout
-    if isinstance(layout, TableWise):
-        raise _arguments.wrong(
-            _CALL,
-            "table",
-            "one table",
-            f"a stack of {len(layout.heights)} tables, {table}",
-            (
-                "Shard the table that is searched by itself, with "
-                "shard_rows(table, mesh, axis)."
-            ),
+    if not layout.is_arithmetic:
+        raise ValueError(
+            f"sparsejax.parallel.top_k: got a stack of tables, {table}. Shard the "
+            "table that is searched by itself, with shard_rows(table, mesh, axis)."
         )
     _arguments.check_floats(table, "table")
-    queries = put_on_mesh(_CALL, table, _arguments.as_array(queries))
+    queries = put_on_mesh(table, _arguments.as_array(queries))
     sharded_bias = bias if isinstance(bias, ShardedTable) else None
     if bias is not None and sharded_bias is None:
         sharded_bias = shard_rows(
@@ -129,6 +119,7 @@ def top_k(
 def _check_bias(table: ShardedTable, bias: ShardedTable) -> None:
     same = lambda t: (t.height, t.mesh, t.axes, t.layout)
     if same(bias) != same(table) or bias.shape[1:] not in ((), (1,)):
-        raise _arguments.wrong(
-            _CALL, "bias", f"[V] or [V, 1], sharded as the table, {table}", f"{bias}"
+        raise ValueError(
+            "sparsejax.parallel.top_k: bias must be [V] or [V, 1], sharded as the "
+            f"table, {table}, got {bias}."
         )

@@ -167,7 +167,7 @@ def test_whole_table_uses_name_the_line():
         lambda t: jnp.sum(jnp.asarray(t) ** 2),
         lambda t: jnp.sum(t @ jnp.ones(D)),
         lambda t: jnp.sum(take(t, ids)) + jnp.max(lax.stop_gradient(jnp.asarray(t))),
-        lambda t: jnp.sum(t.T),
+        lambda t: jnp.sum(jnp.transpose(t)),
         lambda t: jnp.sum(jnp.take(t, jnp.array([1]), axis=1)),
     ]:
         for run in (sj.grad(wrong), sj.parallel.forward(wrong), sj.explain(wrong)):

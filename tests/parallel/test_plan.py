@@ -108,6 +108,30 @@ def test_memory_and_state():
     assert found.costs["column-sharded"].memory == V * D * 4 // N + V * 4
 
 
+def test_state_of_labels_masks_and_capacities():
+    # Each needs the whole tree of parameters.
+    params = {"t": jnp.ones((V, D)), "u": jnp.ones((V + 1, D)), "w": jnp.ones((D, 1))}
+    labels = {"t": "a", "u": "b", "w": "b"}
+    parts = {"a": sj.optim.rowwise_adagrad(0.1), "b": optax.adam(1e-3)}
+    masked = optax.masked(optax.trace(0.9), {"t": False, "u": True, "w": True})
+    loss = lambda p, b: jnp.sum(p["t"][b] @ p["w"] + p["u"][b] @ p["w"])
+    for tx, state_of_a_row in [
+        (sj.optim.lazy(optax.partition(parts, labels)), (4, 2 * D * 4)),
+        (sj.optim.lazy(optax.chain(masked, optax.sgd(0.1))), (0, D * 4)),
+        (
+            sj.optim.accumulate(
+                sj.optim.lazy(optax.adam(1e-3)), 2, {"t": 64, "u": 64, "w": None}
+            ),
+            (2 * D * 4, 2 * D * 4),
+        ),
+    ]:
+        found = sj.parallel.plan(params, MESH, make_ids(), loss=loss, tx=tx)
+        sizes = [
+            t.costs["replicated-sparse"].memory // t.shape[0] for t in found.tables
+        ]
+        assert sizes == [D * 4 + state for state in state_of_a_row]
+
+
 def test_duplicates_and_skew_are_measured():
     one_owner = np.arange(BATCH) * N % V  # as long as it does not wrap, owner 0
     one_owner = one_owner[one_owner % N == 0][: BATCH // 2]
@@ -226,5 +250,6 @@ def test_prints_as_a_table():
     assert head.split()[:4] == ["table", "shape", "ids", "distinct"]
     assert set(rule) == {"-"}
     assert user.startswith("tables['user']  float32[100000,32]  5,120     2,560")
-    assert "12.8 MB, 19.2 MB" in user and user.endswith("row-sharded")
+    assert user.endswith("row-sharded  3.2 MB  507 kB  10.1 us")
+    assert repr(found) == found.describe()
     assert total.startswith("total") and where.startswith("4 devices")
