@@ -388,7 +388,7 @@ def shard_rows(
         cut on the host, so no device ever holds V rows. Inside `jit`, a traced array. A
         `jax.ShapeDtypeStruct` gives the table's abstract form. Or, for tables larger
         than the memory of a host, a function `f(ids) -> rows [len(ids), ...]` of NumPy
-        ids, called once for each part that has rows.
+        ids, called with one id for the shape and dtype, and for the rows of each part.
       mesh: as returned by `jax.make_mesh`, with Auto or Explicit axes.
       axis: name of a mesh axis, or a tuple of names.
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids

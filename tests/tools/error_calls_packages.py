@@ -840,13 +840,10 @@ def inside(f, *args):
     return run(*args)
 """,
     [
-        "shard_rows([[1.0]], mesh, 'x')",
         "import pickle\npickle.dumps(table)",
         "from flax.serialization import to_bytes\nsj.nn.flax\nto_bytes(table)",
         "jax.export.export(jax.jit(lambda t: t[ids]))(table).serialize()",
         "shard_rows(jnp.array(1.0), mesh, 'x')",
-        "shard_rows(np.array(['a']), mesh, 'x')",
-        "shard_rows(array, 'x', mesh)",
         "shard_rows(array, mesh, 'y')",
         "shard_rows(array, mesh, 'x', layout='cyclic')",
         "shard_rows(array, mesh, 'x', layout=by_table((7, 8), (0, 1), 8))",
@@ -854,7 +851,6 @@ def inside(f, *args):
         "shard_rows(jax.ShapeDtypeStruct((10**9 + 9, 2), jnp.float32), mesh, 'x', "
         "layout=by_table((10**9, 9), (0, 1), 8))",
         "by_table((), (), 8)",
-        "by_table((7, 13), 3, 8)",
         "by_table((7, 13), (0,), 8)",
         "by_table((7, 13), (0, 8), 8)",
         "by_table((7, -13), (0, 1), 8)",
@@ -866,7 +862,6 @@ def inside(f, *args):
         "shard_rows(lambda ids: jnp.ones(2), mesh, 'x', height=20)",
         "shard_rows(array, mesh.abstract_mesh, 'x')",
         "inside(lambda x: shard_rows(x, jax.sharding.get_abstract_mesh(), 'x'), array)",
-        "sj.parallel.shard_columns(3, mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones(8), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((20, 6)), mesh, 'x')",
         "sj.parallel.shard_columns(jnp.ones((8, 8)), mesh, 'y')",
@@ -877,8 +872,6 @@ def inside(f, *args):
         "sj.parallel.forward(lambda t: jnp.asarray(t))(table)",
         "sj.parallel.forward(lambda t: jax.lax.while_loop(lambda x: x < 1, "
         "lambda x: x + jnp.take(t, 3, axis=0).sum(), 0.0))(table)",
-        "table.sum()",
-        "table.rows",
         "table + array",
         "table / table",
         "1 / table",
@@ -886,13 +879,11 @@ def inside(f, *args):
         "shard_rows(array, mesh, 'x', layout=3)",
         "shard_rows(array, mesh, 'x', capacity=0)",
         "shard_rows(array, mesh, 'x', capacity='auto')",
-        "shard_rows(array, mesh, 'x', wire_dtype='sixteen')",
         "shard_rows(array, mesh, 'x', wire_dtype=jnp.float16)",
         "shard_rows(array, mesh, 'x', wire_dtype=jnp.int8)",
         "shard_rows(jnp.ones((20, 2), int), mesh, 'x', wire_dtype=jnp.bfloat16)",
         "shard_rows(lambda ids: np.ones((len(ids), 2), np.float16), mesh, 'x', "
         "height=20, wire_dtype=jnp.bfloat16)",
-        "sj.parallel.plan((20, 2), mesh, 8, wire_dtype=16)",
         "sj.lookup(table, bags)",
         "sj.lookup(table, jnp.array([1, 20]), mode='error')",
         "inside(lambda ids: sj.lookup(table, ids), ids)",
@@ -902,7 +893,6 @@ def inside(f, *args):
         "inside(lambda ids: sj.parallel.exchange_metrics(table, ids), ids)",
         "sj.parallel.measure_capacity(table, [])",
         "sj.parallel.measure_capacity(table, ids, margin=0)",
-        "sj.parallel.measure_capacity(table, ids, margin='1')",
         "jax.jit(lambda ids: sj.parallel.measure_capacity(table, ids))(ids)",
     ],
 )
@@ -935,24 +925,12 @@ step = lambda params, state, batch: (params, state)
         "inside(lambda x: psum(x, 'x', capacity=0), rows)",
         "inside(lambda x: psum(x, 'x'), grad_of(80))",
         "sj.parallel.pmean(rows, 'x', capacity=-1)",
-        "data_parallel(3, mesh, 'x')",
-        "data_parallel(step, None, 'x')",
         "data_parallel(step, mesh, 'y')",
         "data_parallel(step, mesh, 'x')(params, (), jnp.ones((7, 2)))",
         "data_parallel(step, mesh, 'x')(params, (), [jnp.ones(3), jnp.ones(10)])",
         "bad = lambda params, state, batch: (params,)\n"
         "data_parallel(bad, mesh, 'x')(params, (), batch)",
-        "bad = lambda params, state, batch: (params, {})\n"
-        "data_parallel(bad, mesh, 'x')(params, (), batch)",
-        "bad = lambda params, state, batch: ({'w': jnp.ones(2, int)}, state)\n"
-        "data_parallel(bad, mesh, 'x')(params, (), batch)",
-        "bad = lambda params, state, batch: (params, (batch,))\n"
-        "data_parallel(bad, mesh, 'x')(params, (jnp.ones(3),), batch)",
         "bad = lambda params, state, batch: params\n"
-        "data_parallel(bad, mesh, 'x')(params, (), batch)",
-        "bad = lambda params, state, batch: (params['w'], state)\n"
-        "data_parallel(bad, mesh, 'x')(params, (), batch)",
-        "bad = lambda params, state, batch: ({'w': jnp.ones(3)}, state)\n"
         "data_parallel(bad, mesh, 'x')(params, (), batch)",
     ],
 )
@@ -1002,31 +980,14 @@ total = jax.jit(jnp.sum).lower(jnp.ones(3))
 """,
     [
         "plan({}, mesh, 8)",
-        "plan({'t': 3}, mesh, 8)",
         "plan({'t': ()}, mesh, 8)",
-        "plan({'t': (-1, 2)}, mesh, 8)",
-        "plan({'t': (20, 2)}, mesh, -1)",
-        "plan({'t': (20, 2)}, mesh, {'s': 8})",
         "plan({'t': (20, 2)}, mesh, jnp.ones(3))",
-        "plan({'t': (20, 2)}, mesh, 8, tx='adam')",
         "plan({'t': (20, 2)}, mesh, 8, axis='y')",
-        "plan({'t': (20, 2)}, None, 8)",
-        "plan({'t': (20, 2)}, mesh, 8, device_bytes=0)",
-        "plan({'t': (20, 2)}, mesh, 8, device_bytes='1GB')",
-        "plan({'t': (20, 2)}, mesh, 8)['u']",
         "plan({'t': (20, 2)}, mesh, 8, layouts={'u': 'row-sharded'})",
-        "plan({'t': (20, 2)}, mesh, 8, layouts={'t': 'row-sharded', "
-        "\"['t']\": 'replicated-dense'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'column-sharded'})",
         "plan((20, 2), mesh, 8, layouts={'tables': 'table-wise'})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'u': (7, 13)})",
         "plan({'t': (20, 2)}, mesh, 8, stacks={'t': (7, 8)})",
-        "plan({'t': (20, 2)}, mesh, 8, stacks=7)",
-        "plan({'t': (20, 2)}, mesh, 8, stacks={'t': 20})",
-        "plan({'t': (20, 2)}, mesh, 8, layouts=['row-sharded'])",
-        "plan((20, 2), mesh, 8).apply({'t': jnp.ones((20, 2))})",
-        "plan((20, 2), mesh, 8).describe(bytes_per_second=0)",
-        "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), loss=3)",
         "plan(jnp.ones((20, 2)), mesh, jnp.arange(8), "
         "loss=lambda table, ids: jnp.sum(table[ids] @ table.T))",
         "wire_bytes(jax.jit(jnp.sum))",
