@@ -1,6 +1,6 @@
 """Primitives of JAX, by name, in sets of those with a property in common.
 
-The rules of `transform` and the judge of `optim` look primitives up here, so a new one
+The rules of `transform` and the walker of `optim` look primitives up here, so a new one
 is added once. By name, since releases of JAX keep names longer than modules: a name
 that a release lacks does no harm.
 """

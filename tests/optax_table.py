@@ -12,13 +12,14 @@ import pathlib
 import re
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import optax
 from optax import contrib
 
 import sparsejax as sj
 from optimizers import LR, REFUSED, SCHEDULE, SEPARABLE
-from sparsejax.optim._lazy import judge
-from sparsejax.optim._lazy.judge import WEIGHTS
+from sparsejax.optim._lazy import separability
 
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optax_table.md"
@@ -290,12 +291,16 @@ SECTIONS = (
 NOT_ONE = {"optax.measure_with_ema"}
 
 
+WEIGHTS = separability.WEIGHTS
+ONE_TABLE = jax.tree.structure(0), (jax.ShapeDtypeStruct((160, 130), jnp.float32),)
+
+
 def verdict(tx):
     """`(exact, lazy or refused, what moves without a gradient)`."""
-    found = judge.of_one_table(tx)
-    if found.refused:
+    found = separability.moved(tx, *ONE_TABLE)
+    if not found:
         return "refused", []
-    (moved,) = found.moved.values()
+    (moved,) = found.values()
     return ("lazy" if moved else "exact"), moved
 
 

@@ -45,11 +45,11 @@ from sparsejax.optim._exact.exact_value_and_grad import (
     exact_value_and_grad as exact_value_and_grad,
 )
 from sparsejax.optim._global_norm import global_norm as global_norm
-from sparsejax.optim._lazy.judge import (
+from sparsejax.optim._lazy.lazy import lazy as lazy
+from sparsejax.optim._lazy.separability import (
     is_lazy_exact as is_lazy_exact,
     is_row_separable as is_row_separable,
 )
-from sparsejax.optim._lazy.lazy import lazy as lazy
 from sparsejax.optim._optimizers.adagrad import (
     adagrad as adagrad,
     group_adagrad as group_adagrad,

@@ -21,7 +21,7 @@ from sparsejax._rows import (
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import callables, state_leaves, state_sharding
+from sparsejax.optim._lazy import state_leaves, state_sharding
 from sparsejax.optim._optimizers.weight_decay import WeightDecayState
 from sparsejax.optim._wrappers.accumulate import (
     AccumulateState,
@@ -110,7 +110,6 @@ def reset_rows(
     # Tables of the new rows alone. What `init` makes of the others is not used.
     small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
     specs = tuple(map(trees.to_spec, leaves))
-    tx = callables.resolve(tx, treedef, specs)
     init = lambda params: _map_accumulators(_without_buffers, tx.init(params))
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
     for i, (why, _) in follows.blocked.items():
@@ -133,7 +132,14 @@ def reset_rows(
 
     state = _map_accumulators(take, state)
     checks.check_state_rows(CALL, state, follows.owners, heights)
-    new = _at_this_step(init(treedef.unflatten(small)), state)
+    new = init(treedef.unflatten(small))
+    if jax.tree.structure(new) != jax.tree.structure(state):
+        raise ValueError(
+            f"{CALL}: the structure of the state depends on the number of rows. In "
+            "place of a function that decides by shape, pass the tree that it returns: "
+            "mask=mask_fn(params)."
+        )
+    new = _at_this_step(new, state)
     nodes, state_treedef = jax.tree.flatten(state)
     for k, (owner, value) in enumerate(zip(follows.owners, jax.tree.leaves(new))):
         if owner is not None:

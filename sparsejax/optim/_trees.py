@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from sparsejax import _arguments
@@ -125,8 +126,28 @@ def reshaped(spec: Any, shape: Sequence[int]) -> Any:
     return kind(tuple(shape), spec.dtype)
 
 
+def is_float_array(spec: Any) -> bool:
+    """Returns True if a leaf is an array of floats with at least one axis."""
+    if is_none_or_masked(spec) or not spec.shape:
+        return False
+    return jnp.issubdtype(spec.dtype, jnp.inexact)
+
+
+def arrays(specs: Sequence[Any]) -> list[Any]:
+    """The specs of the leaves that are arrays, of JAX's own type."""
+    return [plain(s) for s in specs if not is_none_or_masked(s)]
+
+
+def fill(treedef: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> Any:
+    """The tree with these arrays at the leaves that are arrays."""
+    present = iter(arrays)
+    return treedef.unflatten(
+        s if is_none_or_masked(s) else next(present) for s in specs
+    )
+
+
 def plain(spec: Any) -> Any:
-    """A spec as JAX knows it."""
+    """A spec of JAX's own type."""
     if isinstance(spec, StackSpec):
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     return spec

@@ -28,7 +28,7 @@ _MIN_ROUNDS = 8
 
 
 class RangePasses:
-    """The passes, by ranges of the owners' rows; a `row_passes.Passes`.
+    """The passes, by ranges of the owners' rows; a `passes.Passes`.
 
     A reduction over all rows, like a global norm, must be known before the first row is
     applied. With many rounds, rows are then sent twice, once for each pass. With few

@@ -20,7 +20,7 @@ import numpy as np
 
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
-from sparsejax.optim._lazy import gather_scatter, row_passes
+from sparsejax.optim._lazy import gather_scatter, passes
 from sparsejax.optim._wrappers import track_changes
 from sparsejax.parallel import _exchange
 from sparsejax.parallel._exchange import Metrics, Owners
@@ -230,9 +230,9 @@ def _add_to(table: Any, rows: ShardedRows) -> jax.Array:
     return _add(jnp.asarray(table), rows.coalesce())
 
 
-@row_passes.passes_over.register
-def _passes_over(grad: ShardedRows, table: Any) -> row_passes.Passes | None:
-    runs = not grad.is_merged and row_passes.is_traced(grad, table)
+@passes.passes_over.register
+def _passes_over(grad: ShardedRows, table: Any) -> passes.Passes | None:
+    runs = not grad.is_merged and passes.is_traced(grad, table)
     return RangePasses(grad) if runs else None
 
 

@@ -16,12 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from sparsejax import _compat
 from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy import callables, state_leaves
+from sparsejax.optim._lazy import separability, state_leaves
 from sparsejax.optim._lazy.lazy import lazy
 from sparsejax.optim._optimizers.ema import EmaState
-from sparsejax.store._requested_rows import MIN_CAPACITY
 
 
 def is_ema_state(x: Any) -> bool:
@@ -61,7 +61,6 @@ class Optimizer:
     def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any, name: str):
         spec, leaf = jax.ShapeDtypeStruct(shape, dtype), jax.tree.structure(0)
         _check_without_path(tx, spec, name)
-        tx = callables.resolve(tx, leaf, (spec,))
         self._programs = _programs(tx)
         self._programs.check(spec)
         following = state_leaves.find(tx.init, leaf, (spec,), (0,))
@@ -78,6 +77,7 @@ class Optimizer:
         # For each leaf of the state: True if it has one row for each row of the table.
         self.by_row = tuple(owner is not None for owner in following.owners)
         self._layout = _Layout(tree, self.by_row)
+        self._key = tx, leaf, (spec,), (0,)
 
     def init(self, weights: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """The leaves of `tx.init(weights)` that have rows, and the other ones."""
@@ -108,6 +108,9 @@ class Optimizer:
         Returns:
           New weights and state, on the host.
         """
+        reason = separability.difference_of_rows(*self._key, (len(weights),))
+        if reason is not None:
+            raise separability.refused("the optimizer of a store", reason)
         with on_host() as device:
             # device_put may use NumPy's memory in place, and the caller changes `rest`.
             rest = [np.array(x) for x in rest]
@@ -124,27 +127,23 @@ def _check_without_path(tx: Any, spec: Any, name: str) -> None:
 
     The store gives `tx` the table alone, so a mask or label function sees no path.
     """
-    rng = np.random.default_rng(0)
-    shape = (MIN_CAPACITY, *spec.shape[1:])
-    weights, grads = (rng.standard_normal(shape).astype(spec.dtype) for _ in range(2))
 
-    def step(wrap):
-        of_wrapped = callables.resolve(tx, jax.tree.structure(wrap(0)), (spec,))
-        if of_wrapped is tx:  # it holds no function of the parameters
-            return None
-        p, g = wrap(jnp.asarray(weights)), wrap(jnp.asarray(grads))
-        updates, state = of_wrapped.update(g, of_wrapped.init(p), p)
-        return [np.asarray(x).tobytes() for x in jax.tree.leaves((updates, state))]
+    def program(wrap):
+        def step(weights, grads):
+            params = wrap(weights)
+            step = tx.update(wrap(grads), tx.init(params), params)
+            return jax.tree.leaves(step)
 
-    with on_host():
-        try:
-            named = step(lambda x: {name: x})
-        except Exception:  # its functions are for a table alone
-            return
-        try:
-            is_same = step(lambda x: x) == named
-        except (AttributeError, LookupError, TypeError, ValueError):
-            is_same = False
+        return _compat.trace(step, spec, spec)
+
+    try:
+        named = program(lambda x: {name: x})
+    except Exception:  # its functions are for a table alone
+        return
+    try:
+        is_same = not any(separability.differences(named, program(lambda x: x)))
+    except (AttributeError, LookupError, TypeError, ValueError):
+        is_same = False
     if not is_same:
         raise ValueError(
             f"sparsejax.store: tx of table {name!r} has a mask or label function that "

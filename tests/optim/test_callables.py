@@ -1,7 +1,9 @@
 """Masks and labels that are functions of the parameters, under lazy and exact.
 
-The oracle is optax on the same trees with dense gradients. Each step reads the same
-rows, so the rows read are equal under `lazy` as well as under `exact`.
+They may decide by path, dtype and rank. The oracle is optax on the same trees with
+dense gradients. Each step reads the same rows, so the rows read are equal under `lazy`
+as well as under `exact`. A function that decides by the number of rows would freeze or
+train other tables on few rows than on all: it is refused.
 """
 
 # optax's types know trees of arrays only.
@@ -18,8 +20,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_trees_close, slow_but, to_dense
-from sparsejax.optim import _trees as trees, exact, lazy
-from sparsejax.optim._lazy import callables
+from sparsejax.optim import exact, lazy
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -74,19 +75,6 @@ def _assert_as_dense(tx, lift=lazy, jit=True):
 
 # ------------------------------------------------------------------ rules
 
-RULES = {
-    "by rows": lambda x: x.shape[0] > 20,
-    "this shape": lambda x: x.shape == (V, D),
-    "odd": lambda x: x.shape[0] % 2 == 1,
-    "by size": lambda x: x.size >= 9 * D,
-    "by len": lambda x: len(x) == 9,
-    "by rank": lambda x: x.ndim > 1,
-    "by jnp": lambda x: jnp.ndim(x) == 1 or np.shape(x)[0] > 20,
-    "by dtype": lambda x: jnp.issubdtype(x.dtype, jnp.bfloat16),
-    "by type": lambda x: isinstance(x, jax.Array) and x.shape[0] > 20,
-    "constant": lambda x: True,
-}
-
 
 def _mask(rule):
     return lambda tree: jax.tree.map(rule, tree)
@@ -101,15 +89,20 @@ def _by_path(tree):
     return jax.tree_util.tree_map_with_path(is_large, tree)
 
 
-def _prefix(tree):
-    return {"bias": True, "in": tree["in"]["large"].shape[0] == V, "vector": False}
-
-
-FUNCTIONS = {
-    **{name: _mask(rule) for name, rule in RULES.items()},
+ACCEPTED = {
+    "by rank": _mask(lambda x: x.ndim > 1),
+    "by jnp": _mask(lambda x: jnp.ndim(x) == 1),
+    "by dtype": _mask(lambda x: jnp.issubdtype(x.dtype, jnp.bfloat16)),
+    "constant": _mask(lambda x: True),
     "by path": _by_path,
-    "prefix of the tree": _prefix,
-    "partial": functools.partial(jax.tree.map, RULES["by rows"]),
+    "prefix": lambda tree: {"bias": True, "in": "in" in tree, "vector": False},
+    "partial": functools.partial(jax.tree.map, lambda x: x.shape[1:] == (D,)),
+}
+BY_ROWS = {
+    "by rows": lambda x: x.shape[0] > 20,
+    "this shape": lambda x: x.shape == (V, D),
+    "by size": lambda x: x.size >= 9 * D,
+    "by len": lambda x: len(x) == 9,
 }
 SGD, ADAM = optax.sgd(1.0), optax.adam(0.1)
 MOMENTUM = optax.sgd(0.5, momentum=0.9)
@@ -122,7 +115,7 @@ def test_rules(lift, jit):
     They are masks and labels by turns.
     """
     chain = [MOMENTUM]
-    for k, function in enumerate(FUNCTIONS.values()):
+    for k, function in enumerate(ACCEPTED.values()):
         scale = optax.scale(1 + 1 / (3 + 2 * k))
         labels = lambda p, f=function: jax.tree.map(lambda m: "ab"[m], f(p))
         parts = {"a": optax.identity(), "b": scale}
@@ -131,10 +124,30 @@ def test_rules(lift, jit):
     _assert_as_dense(optax.chain(*chain), lift, jit)
 
 
+MESSAGE = "depends on the number of rows|cannot run on rows|cannot be kept exact"
+
+
+@pytest.mark.parametrize("lift", [lazy, functools.partial(lazy, check=False), exact])
+@pytest.mark.parametrize("rule", BY_ROWS)
+def test_decisions_by_the_number_of_rows_are_refused(rule, lift):
+    rule = BY_ROWS[rule]
+    frozen = optax.partition({"a": MOMENTUM, "b": optax.set_to_zero()}, _labels(rule))
+    for tx in (optax.masked(SGD, _mask(rule)), frozen):
+        for jit in (True, False):
+            with pytest.raises(ValueError, match=MESSAGE):
+                _train(lift(tx), _grads(), jit, steps=1)
+    # The way out that the message names.
+    tree = _mask(rule)(_params())
+    _assert_as_dense(optax.masked(SGD, tree), lift)
+
+
 # ------------------------------------------------------------------ where they are
 
-LARGE = _mask(RULES["this shape"])
-LARGE_OR = functools.partial(_labels, RULES["this shape"])
+LARGE = _by_path
+
+
+def LARGE_OR(a="a", b="b"):
+    return lambda tree: jax.tree.map(lambda x: a if x else b, _by_path(tree))
 
 
 class OfAClass:
@@ -155,11 +168,11 @@ class OfAClass:
 class Callable:
     """A mask that is an object."""
 
-    def __init__(self, least):
-        self.least = least
+    def __init__(self, rank):
+        self.rank = rank
 
     def __call__(self, tree):
-        return jax.tree.map(lambda x: x.shape[0] >= self.least, tree)
+        return jax.tree.map(lambda x: x.ndim >= self.rank, tree)
 
 
 def _of_a_user(inner, function):
@@ -196,7 +209,7 @@ PLACES = {
         optax.partition({"a": SGD, "b": MOMENTUM}, LARGE_OR()), _mask(lambda x: True)
     ),
     "partition in partition": lambda: optax.partition(
-        {"a": _frozen(MOMENTUM), "b": SGD}, _labels(RULES["by rank"])
+        {"a": _frozen(MOMENTUM), "b": SGD}, _labels(lambda x: x.ndim > 1)
     ),
     "a subtree is masked": lambda: optax.masked(
         optax.partition({"a": SGD, "b": MOMENTUM}, lambda p: {**LARGE_OR()(p)}),
@@ -210,9 +223,9 @@ PLACES = {
             {"a": optax.sgd(learning_rate), "b": MOMENTUM}, LARGE_OR()
         )
     )(0.1),
-    "object": lambda: optax.masked(MOMENTUM, Callable(20)),
+    "object": lambda: optax.masked(MOMENTUM, Callable(2)),
     "of a class": lambda: OfAClass(SGD, LARGE),
-    "method": lambda: optax.masked(MOMENTUM, Callable(20).__call__),
+    "method": lambda: optax.masked(MOMENTUM, Callable(2).__call__),
     "of a user": lambda: _of_a_user(MOMENTUM, LARGE),
     "in another": lambda: optax.apply_if_finite(optax.masked(MOMENTUM, LARGE), 2),
     "our own": lambda: optax.chain(
@@ -241,49 +254,62 @@ def test_places_under_exact(name):
 
 
 @pytest.mark.parametrize("lift, jit", [(lazy, True), (lazy, False), (exact, True)])
-def test_a_frozen_table_stays(lift, jit):
-    tx = optax.partition(
-        {"t": optax.set_to_zero(), "d": optax.sgd(1.0)},
-        lambda p: jax.tree.map(lambda x: "t" if x.shape[0] >= 1000 else "d", p),
-    )
+def test_a_frozen_table_stays_or_is_refused(lift, jit):
+    """Frozen by its number of rows, it would be trained if its rows were looked at."""
+    labels = lambda p: jax.tree.map(lambda x: "t" if x.shape[0] >= 1000 else "d", p)
     params = {"table": jnp.ones((5000, D)), "bias": jnp.ones(D)}
     grads = jax.tree.map(jnp.ones_like, params)
     grads["table"] = sj.SelectedRows([3], jnp.ones((1, D)), 5000)
-    tx = lift(tx)
-    update = jax.jit(tx.update) if jit else tx.update
-    updates, _ = update(grads, tx.init(params), params)
+    parts = {"t": optax.set_to_zero(), "d": optax.sgd(1.0)}
+
+    def train(labels):
+        tx = lift(optax.partition(parts, labels))
+        update = jax.jit(tx.update) if jit else tx.update
+        return update(grads, tx.init(params), params)[0]
+
+    with pytest.raises(ValueError, match="number of rows"):
+        train(labels)
+    updates = train(labels(params))
     assert not np.any(updates["table"].to_dense())
     assert np.all(updates["bias"] == -1)
 
 
-@pytest.mark.parametrize(
-    "rule", [lambda x: x.ndim == 3, lambda x: x.shape[:2] == (2, 7)]
-)
-def test_stacks(rule):
+@pytest.mark.parametrize("jit", [True, False])
+def test_stacks(jit):
+    """A row of a stack has one axis less: a rule `ndim == 3` is refused."""
     params = {"stack": np.ones((2, 7, D), np.float32), "w": np.ones(D, np.float32)}
     loss = lambda p: jnp.sum(jax.vmap(lambda t: t[jnp.array([1, 4])])(p["stack"]))
-    tx = optax.partition({"a": MOMENTUM, "b": optax.set_to_zero()}, _labels(rule))
-    lifted = lazy(tx)
 
-    @jax.jit
-    def run(params):
+    def run(params, labels):
+        tx = optax.partition({"a": MOMENTUM, "b": optax.set_to_zero()}, labels)
+        lifted = lazy(tx)
         grads = sj.grad(loss)(params)
         updates, _ = lifted.update(grads, lifted.init(params), params)
         wanted, _ = tx.update(to_dense(grads), tx.init(params), params)
         return to_dense(updates), wanted
 
-    assert_trees_close(*run(params))
+    of = lambda labels: functools.partial(run, labels=labels)
+    wrap = jax.jit if jit else lambda f: f
+    assert_trees_close(*wrap(of(_labels(lambda x: x.ndim > 1)))(params))
+    for rule in (lambda x: x.ndim == 3, lambda x: x.shape[:2] == (2, 7)):
+        with pytest.raises(ValueError, match="number of rows"):
+            wrap(of(_labels(rule)))(params)
+        assert_trees_close(*wrap(of(_labels(rule)(params)))(params))
 
 
-@pytest.mark.parametrize("rule", ["by rows", "this shape"])
+@pytest.mark.parametrize("rule", [lambda x: x.shape[0] > 20, lambda x: x.ndim > 1])
 def test_reset_rows(rule):
-    tx = optax.partition({"a": ADAM, "b": MOMENTUM}, _labels(RULES[rule]))
+    tx = optax.partition({"a": ADAM, "b": MOMENTUM}, _labels(rule))
     params = _params()
     _, state = tx.update(to_dense(_grads()), tx.init(params), params)
     rows = {"in": {"large": jnp.array(ROWS)}}
-    _, state = sj.optim.reset_rows(tx, state, params, rows)
-    mu = optax.tree.get(state.inner_states["a"], "mu")["in"]["large"]
-    assert not np.any(mu[np.array(ROWS)])
+    reset = functools.partial(sj.optim.reset_rows, tx, state, params, rows)
+    if rule(np.ones((2, D))):
+        mu = optax.tree.get(reset()[1].inner_states["a"], "mu")["in"]["large"]
+        assert not np.any(mu[np.array(ROWS)])
+    else:
+        with pytest.raises(ValueError, match="number of rows"):
+            reset()
 
 
 # ------------------------------------------------------------------ what is refused
@@ -295,8 +321,28 @@ def test_reset_rows(rule):
 )
 def test_functions_of_numbers(rule, lift):
     tx = lift(optax.masked(SGD, _mask(rule)))
-    with pytest.raises(ValueError, match="test_callables.py:.*pass the tree"):
+    with pytest.raises(ValueError, match="BoolConversion.*pass the tree"):
         tx.update(_grads(), tx.init(_params()), _params())
+
+
+@pytest.mark.parametrize("lift", [lazy, exact])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda tree: optax.masked(SGD, tree),
+        lambda tree: optax.adamw(0.1, mask=tree),
+        lambda tree: optax.partition({True: SGD}, tree),
+    ],
+)
+def test_a_tree_that_does_not_fit_is_named(make, lift):
+    """Optax would raise as well; it is not the fault of a row."""
+    tx = lift(make({"in": {"large": True}, "bias": True, "vector": True}))
+    with pytest.raises(ValueError) as error:
+        tx.init(_params())
+    message = str(error.value)
+    assert "cannot be lifted" not in message
+    assert "['in']" in message and "structure of the parameters" in message
+    assert "small" in message
 
 
 def _hidden(rule, inner=SGD):
@@ -322,7 +368,7 @@ def _a_number_or_the_state(rows):
 HIDDEN = {
     "a number if even": lambda: _a_number_or_the_state(0),
     "a number if odd": lambda: _a_number_or_the_state(1),
-    "by rows": lambda: _hidden(RULES["by rows"]),
+    "by rows": lambda: _hidden(BY_ROWS["by rows"]),
     "made in update": lambda: optax.GradientTransformation(
         lambda p: optax.masked(ADAM, LARGE).init(p),
         lambda g, s, p=None: optax.masked(
@@ -353,27 +399,3 @@ def test_a_rule_that_is_true_only_for_the_rows_read(lift):
     with pytest.raises(ValueError, match="number of rows; in place of a function"):
         _train(lift(tx), _grads(), False, steps=1)
     _assert_as_dense(tx)  # inside of jit it runs on one row
-
-
-# ------------------------------------------------------------------ resolve
-
-
-def test_what_holds_no_function_stays_as_it_is():
-    leaves, treedef = trees.flatten(_params())
-    specs = tuple(map(trees.to_spec, leaves))
-    for tx in (ADAM, optax.chain(optax.clip(1.0), optax.masked(SGD, {"bias": True}))):
-        assert callables.resolve(tx, treedef, specs) is tx
-    seen = []
-
-    def mask(tree):
-        seen.append(jax.tree.map(jnp.shape, tree))
-        return LARGE(tree)
-
-    tx = optax.masked(SGD, mask)
-    own = callables.resolve(tx, treedef, specs)
-    rows = jax.tree.map(lambda p: p[:1], _params())
-    for _ in range(3):
-        own.init(rows)
-    assert seen == [SHAPES]  # once, on the full shapes
-    tx.init(rows)
-    assert seen[1] == jax.tree.map(jnp.shape, rows)

@@ -20,14 +20,15 @@ import optax_table
 from optimizers import REFUSED, SEPARABLE
 from sparsejax.optim import _checks as checks, accumulate, exact, lazy, track_changes
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import callables, judge, parts
+from sparsejax.optim._lazy import parts, separability
 from sparsejax.optim._wrappers.accumulate import AccumulateState
 from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
 
-FILES = "sparsejax/optim/_lazy/judge.py and parts.py"
+FILES = "sparsejax/optim/_lazy/separability.py and parts.py"
 SGD, ADAM = optax.sgd(0.1), optax.scale_by_adam()
 TABLE = {"table": jax.ShapeDtypeStruct((9, 3), jnp.float32)}
+ONE_TABLE = jax.tree.structure(0), (jax.ShapeDtypeStruct((160, 130), jnp.float32),)
 
 
 def _gone(name, where, but=""):
@@ -51,14 +52,16 @@ KNOWN_AS = {
 
 
 def test_every_name_has_a_canary():
-    assert set(KNOWN_AS) == set(parts.KNOWN_AS)
+    assert set(KNOWN_AS) == set(separability.KNOWN_AS)
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.parametrize("name", KNOWN_AS)
 def test_known_as(name):
-    (reason,) = judge.of_one_table(KNOWN_AS[name]()).refused.values()
-    assert reason.part == name, _gone(f"the name {name}", "KNOWN_AS, for messages")
+    reason = separability.refusal(KNOWN_AS[name](), *ONE_TABLE)
+    assert reason and reason.part == name, _gone(
+        f"the name {name}", "KNOWN_AS, for messages"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
@@ -90,7 +93,8 @@ def my_leaf_rule(g, p):
 )
 def test_functions_that_optax_calls_are_named(maker, rule):
     tx = optax.chain(ADAM, maker(rule))
-    (reason,) = judge.of_one_table(tx).refused.values()
+    reason = separability.refusal(tx, *ONE_TABLE)
+    assert reason is not None
     assert reason.part == rule.__name__ and reason.can_be_wrong
     assert "test_canaries.py:" in reason.why
 
@@ -115,15 +119,16 @@ NOT_LIFTED = {
 
 
 def test_every_state_has_a_canary():
-    assert set(NOT_LIFTED) == set(judge.NOT_LIFTED)
+    assert set(NOT_LIFTED) == set(separability.NOT_LIFTED)
 
 
 @pytest.mark.parametrize("kind", NOT_LIFTED, ids=lambda kind: kind.__name__)
 def test_not_lifted(kind):
     tx = NOT_LIFTED[kind]()
-    (reason,) = judge.of_one_table(tx).refused.values()
+    reason = separability.refusal(tx, *ONE_TABLE)
+    assert reason is not None
     where = "NOT_LIFTED, or else it would be lifted and train wrongly"
-    assert (reason.part, reason.why) == judge.NOT_LIFTED[kind], _gone(
+    assert (reason.part, reason.why) == separability.NOT_LIFTED[kind], _gone(
         f"the state {kind.__name__}", where
     )
 
@@ -148,8 +153,8 @@ def test_required_extra_args():
     tx = optax.chain(SGD, optax.scale_by_polyak())
     with pytest.raises(TypeError) as error:
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
-    found = judge._missing_arguments(error.value)
-    assert found == {"value"}, _gone("value of scale_by_polyak", "_missing_arguments")
+    found = separability._missing(error.value)
+    assert found == {"value"}, _gone("value of scale_by_polyak", "_missing")
 
 
 def test_masked_nodes():
@@ -160,23 +165,3 @@ def test_masked_nodes():
         f"optax {optax.__version__}: masked leaves are no longer MaskedNode; "
         "sparsejax/optim/_trees.py uses it in is_none_or_masked"
     )
-
-
-@pytest.mark.parametrize("name", ["masked", "partition", "inject_hyperparams"])
-def test_functions_of_the_parameters(name):
-    """The variables by which the functions that a transformation holds are found."""
-    every = lambda params: jax.tree.map(lambda x: True, params)
-    tx, variable = {
-        "masked": (optax.masked(ADAM, every), "mask"),
-        "partition": (optax.partition({True: ADAM}, every), "param_labels"),
-        "inject_hyperparams": (
-            optax.inject_hyperparams(optax.sgd)(0.1),
-            "inner_factory",
-        ),
-    }[name]
-    assert variable in callables.OF_PARAMS | callables.FACTORIES
-    for function in (tx.init, tx.update):
-        assert variable in function.__code__.co_freevars, (
-            f"optax {optax.__version__}: {variable} of {name} is gone; "
-            "sparsejax/optim/_lazy/callables.py reads it"
-        )

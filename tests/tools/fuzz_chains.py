@@ -8,7 +8,7 @@ and a failure is one line, which `tests/transform/test_fuzz.py` keeps.
 
 - `lazy`: each step is optax's, with the rows that had no gradient put back;
 - `exact`: all rows are as optax has them, at every step;
-- `judged`: the judge and the oracle of `probe` give the same verdict on a chain.
+- `judged`: `separability` and the oracle of `probe` give the same verdict on a chain.
 
 `lazy` must accept a chain that works row by row, and `exact` a chain that its page
 lists. An accepted chain must be equal in parameters and state.
@@ -39,7 +39,7 @@ from helpers import dense as dense_of
 from optimizers import REFUSED, SCHEDULE, SEPARABLE
 from sparsejax import _compat
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy import judge
+from sparsejax.optim._lazy import separability
 
 
 # Each number of rows is the length of nothing else.
@@ -738,10 +738,11 @@ def exact(chain):
 
 @mode
 def judged(chain):
-    """The judge, which reads the program, and the oracle, which runs it, agree."""
+    """The verdict, read from the program, and the oracle, which runs it, agree."""
     leaves, treedef = trees.flatten(parameters())
     specs, table = tuple(map(trees.to_spec, leaves)), sorted(SHAPES).index("table")
-    refused = judge.Verdicts(build(chain))(treedef, specs, (table,)).refused
+    verdict = separability.of_tables(build(chain), treedef, specs, (table,))
+    refused = verdict.refused
     tx = build(with_trees(chain))
     by_table, shared = probe.failures(tx, treedef, specs, (table,))
     differs = shared or by_table.get(table)

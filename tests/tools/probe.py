@@ -1,4 +1,4 @@
-"""The oracle of `optim._lazy.judge`: runs a transformation on a table and on its rows.
+"""The oracle of `separability`: runs a transformation on a table and on its rows.
 
 Lifting `tx` to rows is correct if `tx` gives the same for the rows R of a gradient as
 it gives there on the whole table, with a zero gradient in the other rows. With
@@ -35,7 +35,7 @@ import optax
 
 from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy import judge, state_leaves
+from sparsejax.optim._lazy import separability, state_leaves
 
 
 ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns
@@ -63,7 +63,7 @@ def failures(
     Raises:
       Whatever `tx` raises on such trees.
     """
-    with judge.jax_defaults(), np.errstate(all="ignore"):
+    with separability.jax_defaults(), np.errstate(all="ignore"):
         with jax.debug_nans(False), jax.debug_infs(False):
             try:
                 return _failures(tx, treedef, specs, tables, {})
@@ -79,7 +79,7 @@ def _failures(tx, treedef, specs, tables, extra_args):
     found = state_leaves.find(tx.init, treedef, small, tables)
     reasons = {t: why for t, (why, _) in found.blocked.items()}
     # A short run does not show their effect.
-    reasons |= {t: str(r) for t, r in judge.refused_by_type(found).items()}
+    reasons |= {t: str(r) for t, r in separability.refused_by_type(found).items()}
     tables = [t for t in tables if t not in reasons]
     if not tables:
         return reasons, None
@@ -151,8 +151,7 @@ class _Run:
         specs = [trees.plain(spec) for spec in specs]
         self.treedef, self.specs, self.tables = treedef, specs, tables
         self.owners, self.tx = owners, tx
-        arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
-        own = state_leaves.depends_on_shapes(tx.init, treedef, specs, arrays)
+        own = state_leaves.find(tx.init, treedef, specs, tables).by_leaf
         # The state of dense leaves is not returned, so the compiler drops their
         # arithmetic: a tree of hundreds of leaves costs little more than one table.
         self.kept = [k for k, o in enumerate(owners) if o is not None or not own[k]]

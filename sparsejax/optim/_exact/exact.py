@@ -18,7 +18,6 @@ which says how far the moments were still going to move the weights.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -33,7 +32,7 @@ from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import CurrentRows, Table
 from sparsejax.optim._exact.plan import Plan, not_exact, planner
-from sparsejax.optim._lazy import gather_scatter, judge, state_sharding
+from sparsejax.optim._lazy import gather_scatter, separability, state_sharding
 
 
 CALL = "sparsejax.optim.exact"
@@ -62,7 +61,7 @@ class ExactState(NamedTuple):
     caught_up: jax.Array
 
 
-judge.NOT_LIFTED[ExactState] = (
+separability.NOT_LIFTED[ExactState] = (
     CALL,
     "it accepts SelectedRows itself, and its rows must be caught up before they are "
     "read, which neither lazy nor a store does; use exact(tx) alone, with its catch_up "
@@ -128,7 +127,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     """
     checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
     plan_of = planner(tx, tables)
-    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
 
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
@@ -168,7 +166,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         grads, treedef, weights, plan = _arguments_of_update(updates, params, plan_of)
         tables, step = _tables(plan, weights, state), state.step
         sparse = _merged(updates, grads, tables, plan, state)
-        reason = depends_on_rows(
+        reason = separability.difference_of_rows(
+            tx,
             treedef,
             tuple(map(trees.to_spec, weights)),
             tuple(sparse),

@@ -23,7 +23,8 @@ from sparsejax.optim._exact.zero_gradient import (
     ZeroGradientStep,
     read_steps,
 )
-from sparsejax.optim._lazy import callables, judge, parts, state_leaves
+from sparsejax.optim._lazy import separability
+from sparsejax.optim._lazy.row_program import NotByRows
 
 
 BOUND = 2e-7  # relative error of F: about the rounding of float32
@@ -45,7 +46,7 @@ class Plan(NamedTuple):
       refused: by leaf, why it is not a table, if `tx` is the reason.
       owners: for each leaf of the state of `tx`, the table that it follows, or None.
       state: the state of `tx` as ShapeDtypeStructs.
-      tx: the transformation for these parameters, see `callables.resolve`.
+      tx: the transformation.
     """
 
     recurrences: dict[int, Recurrence]
@@ -103,10 +104,8 @@ def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]
       tx: the optimizer.
       tables: as for `exact`.
     """
-    verdicts = judge.Verdicts(tx)
-
     # Depends on shapes and dtypes only.
-    make = trees.remember(lambda *tree: _make_plan(tx, verdicts, *tree))
+    make = trees.remember(lambda *tree: _make_plan(tx, *tree))
 
     def plan_of(params):
         leaves, treedef = trees.flatten(params)
@@ -165,19 +164,15 @@ def _has_rows(spec: Any) -> bool:
     return jnp.issubdtype(spec.dtype, jnp.floating)
 
 
-def _make_plan(
-    tx: Any, verdicts: Any, treedef: Any, specs: Any, tables: tuple[int, ...]
-) -> Plan:
-    refused = {i: str(r) for i, r in verdicts(treedef, specs, tables).refused.items()}
-    tx = callables.resolve(tx, treedef, specs)
-    state = state_leaves.find(tx.init, treedef, specs, tables)
-    kept = [i for i in tables if i not in refused]
+def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
+    verdict = separability.of_leaves(tx, treedef, specs, tables)
+    refused = {i: str(reason) for i, reason in verdict.refused.items()}
     recurrences: dict[int, Recurrence] = {}
     by_step: dict[Any, Any] = {}
     with _numbers():
-        steps = read_steps(tx, treedef, specs, state.owners, kept)
+        steps = read_steps(tx, treedef, specs, verdict.owners, verdict.tables)
         for i, step in steps.items():
-            leaves = tuple(k for k, owner in enumerate(state.owners) if owner == i)
+            leaves = tuple(k for k, owner in enumerate(verdict.owners) if owner == i)
             try:
                 if isinstance(step, NotExactError):
                     raise step
@@ -186,7 +181,7 @@ def _make_plan(
                 recurrences[i] = by_step[step.key]._replace(leaves=leaves)
             except NotExactError as error:
                 refused[i] = _reason(tx, error)
-    return Plan(recurrences, steps, refused, state.owners, state.state, tx)
+    return Plan(recurrences, steps, refused, verdict.owners, verdict.state, tx)
 
 
 @contextlib.contextmanager
@@ -194,7 +189,7 @@ def _numbers() -> Iterator[None]:
     """JAX's defaults, in which programs run at once, even in a trace."""
     with contextlib.ExitStack() as stack:
         for context in (
-            judge.jax_defaults(),
+            separability.jax_defaults(),
             jax.debug_nans(False),
             jax.debug_infs(False),
             jax.transfer_guard("allow"),
@@ -206,10 +201,8 @@ def _numbers() -> Iterator[None]:
 
 
 def _reason(tx: Any, error: NotExactError) -> str:
-    part = parts.of_equation(error.eqn, ())
-    line = parts.line_of(error.eqn, part, "") if error.eqn else ""
-    part = part or (parts.innermost((), tx),)
-    return str(parts.reason(str(error), part, line))
+    path = [] if error.eqn is None else [error.eqn]
+    return str(separability.reason(tx, NotByRows(str(error), path)))
 
 
 # ------------------------------------------------------------------ recurrences

@@ -30,7 +30,7 @@ from jax.core import Tracer
 
 from sparsejax import _compat, _primitives
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy.primitives import row_params
+from sparsejax.optim._lazy.row_program import row_params
 
 
 # Step counts at which numbers that may depend on the step are compared.

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from sparsejax import _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing, is_quantized
+from sparsejax.optim._lazy import separability
+from sparsejax.optim._lazy.step import Step
 
 
 # ------------------------------------------------------------------ one table
@@ -66,6 +68,38 @@ def as_update(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
 
 
 # ------------------------------------------------------------------ whole trees
+
+
+def run(
+    tx: Any, key: Any, step: Step, extra_args: dict[str, Any]
+) -> tuple[list[Any], Any]:
+    """Updates and new state, by running `tx` on the rows of all gradients.
+
+    Args:
+      tx: the transformation, with extra arguments.
+      key: of the step before its stacks were made one table each.
+      step: without stacks.
+      extra_args: of `tx.update`.
+    """
+    merged = {i: merge_duplicates(step.grads[i]) for i in step.tables}
+    num_rows = tuple(rows.capacity for rows in merged.values())
+    reason = separability.difference_of_rows(tx, *key, num_rows)
+    if reason is not None:
+        raise separability.refused("this optimizer", reason)
+    rows = gather(
+        tx.init,
+        step.treedef,
+        step.grads,
+        step.weights,
+        step.state,
+        step.owners,
+        merged,
+    )
+    updates, state = tx.update(*rows, **extra_args)
+    updates = step.treedef.flatten_up_to(updates)
+    for i, found in merged.items():
+        updates[i] = as_update(found, updates[i], step.grads[i])
+    return updates, scatter_state(step.state, state, step.owners, merged)
 
 
 def gather(

@@ -12,27 +12,17 @@ jitted step that donates its state, XLA scatters in place.
 
 Sharp edges. Empty slots look like rows that were never touched: zero gradient and
 weights, and the initial state of `tx.init`. Their results are dropped. Masks and labels
-that are functions of the parameters answer as on all V rows, see `callables`.
+that are functions of the parameters see one row, or the rows of a gradient: they may
+decide by path, dtype and rank, and one that decides by the number of rows is refused.
 """
 
 from __future__ import annotations
 
-import functools
-
 import optax
 
-from sparsejax._rows import is_selected_rows
 from sparsejax.optim import _checks as checks, _trees as trees
-from sparsejax.optim._lazy import (
-    callables,
-    gather_scatter,
-    judge,
-    parts,
-    row_passes,
-    stacks,
-    state_leaves,
-    state_sharding,
-)
+from sparsejax.optim._lazy import gather_scatter, passes, separability, state_sharding
+from sparsejax.optim._lazy.step import Step
 
 
 CALL = "sparsejax.optim.lazy"
@@ -64,8 +54,8 @@ def lazy(
     densely. Under `jax.jit`, donate parameters and state to update both in place.
 
     Masks and labels that are functions of the parameters (`optax.masked`,
-    `optax.partition`, `adamw(mask=)`) are called once, with arrays of the full shapes.
-    They may decide by path, shape and dtype, not by numbers.
+    `optax.partition`, `adamw(mask=)`) may decide by path, dtype and rank. One that
+    decides by the number of rows is refused: pass the tree, `mask=mask_fn(params)`.
 
     State that follows a table keeps its dtype at a sparse gradient, even if optax
     would promote it, as the moments of a float16 table at float32 gradients.
@@ -97,9 +87,9 @@ def lazy(
       TypeError: `tx` is not a transformation; a parameter is itself a SelectedRows; at
         update, the ids of a SelectedRows are not integers.
       ValueError: at init, no leaf can be lifted, because `tx` is not row-separable or
-        contains `exact` (the message names the part and its line), or a mask computes
-        with numbers; at update, the leaf of a SelectedRows cannot be lifted, or its
-        shape is not the table's.
+        contains `exact` (the message names the part and its line), or `tx.init` raises
+        on abstract arrays; at update, the leaf of a SelectedRows cannot be lifted, or
+        its shape is not the table's.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -128,113 +118,32 @@ def lazy(
         " lazy wraps the optimizer; sparsejax.value_and_grad wraps the loss. (To "
         "sparsify a function is something else: jax.experimental.sparse.sparsify.)",
     )
-    # All depend only on shapes, and cache their answers.
-    verdicts = judge.Verdicts(tx)
-    depends_on_rows = trees.remember(functools.partial(judge.depends_on_rows, tx))
-    resolve = trees.remember(functools.partial(callables.resolve, tx))
-    find = trees.remember(
-        lambda treedef, specs, tables: state_leaves.find(
-            resolve(treedef, specs).init, treedef, specs, tables
-        )
-    )
+    inner = optax.with_extra_args_support(tx)
 
     def init(params):
         checks.check_not_quantized(CALL, params)
         checks.check_no_pulled_table(CALL, params)
-        leaves, treedef = trees.flatten(params)
-        specs = tuple(map(trees.to_spec, leaves))
-        refused = verdicts.refusal(treedef, specs) if check else None
-        if refused is not None:
-            raise _not_separable("this optimizer", refused[1])
-        return state_sharding.init(resolve(treedef, specs).init, params)
+        if check:
+            leaves, treedef = trees.flatten(params)
+            specs = tuple(map(trees.to_spec, leaves))
+            reason = separability.refusal(tx, treedef, specs)
+            if reason is not None:
+                raise separability.refused("this optimizer", reason)
+        return state_sharding.init(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
-        leaves, treedef = trees.flatten(updates)
-        grads = treedef.unflatten(leaves)
-        state_sharding.check_sharded(CALL, grads, params, state)
-        tables = tuple(i for i, g in enumerate(leaves) if is_selected_rows(g))
-        if not tables:
+        step = Step.of(CALL, updates, state, params)
+        if not step.tables:
             checks.check_order(CALL, params)
-            inner = optax.with_extra_args_support(tx)
-            return inner.update(grads, state, params, **extra_args)
-        weights = trees.flatten_params(CALL, grads, params)
-        checks.check_gradients(CALL, grads, weights)
-
-        specs = tuple(map(trees.to_spec, weights or leaves))
-        stacked = {i: leaves[i] for i in tables if leaves[i].stack}
-        specs = stacks.specs(stacked, specs)
-        own = resolve(treedef, specs)
-        inner = optax.with_extra_args_support(own)
-        if check:
-            refused = verdicts(treedef, specs, tables).refused
-        else:  # check=False cannot help if the state has no rows to gather
-            found, part = find(treedef, specs, tables), parts.name_of(tx)
-            refused = {i: parts.Reason(w, part) for i, (w, _) in found.blocked.items()}
-            refused |= judge.refused_by_type(found)
-        for i, reason in refused.items():
-            where = trees.leaf_paths(grads, "grads")[i]
-            name = f"{where}, which has a SelectedRows gradient,"
-            if i in stacked:
-                name = f"{where}, a stack of tables whose gradient has rows of each,"
-            raise _not_separable(name, reason, i in stacked)
-        owners = find(treedef, specs, tables).owners
-        row_shapes = {i: leaves[i].row_shape for i in tables}
-        checks.check_state_rows(CALL, state, owners, row_shapes)
-        given = weights
-        if stacked:
-            leaves, weights, state = stacks.flatten(
-                stacked, leaves, weights, state, owners
-            )
-
-        passes = None
-        if check:  # else the program is not known to be row by row
-            passes = row_passes.update(
-                inner, treedef, leaves, weights, state, owners, tables, extra_args
-            )
-        if passes is not None:
-            updates, new_state = passes
-        else:
-            merged = {i: gather_scatter.merge_duplicates(leaves[i]) for i in tables}
-            num_rows = tuple(merged[i].capacity for i in tables)
-            reason = depends_on_rows(treedef, specs, tables, num_rows)
-            if reason is not None:
-                raise _not_separable("this optimizer", reason)
-            rows = gather_scatter.gather(
-                own.init, treedef, leaves, weights, state, owners, merged
-            )
-            updates, new_state = inner.update(*rows, **extra_args)
-            updates = treedef.flatten_up_to(updates)
-            for i in tables:
-                updates[i] = gather_scatter.as_update(merged[i], updates[i], leaves[i])
-            new_state = gather_scatter.scatter_state(state, new_state, owners, merged)
-        if stacked:
-            updates, new_state = stacks.restore(
-                stacked, given, updates, new_state, owners
-            )
-        return treedef.unflatten(updates), new_state
+            return inner.update(updates, state, params, **extra_args)
+        verdict = separability.for_tables(tx, *step.key, check)
+        for table, reason in verdict.refused.items():
+            is_stack = table in step.stacks
+            raise separability.refused(step.path(table), reason, is_stack)
+        flat = step.flat(CALL, verdict.owners, verdict.state)
+        new = passes.run(inner, flat, extra_args) if check else None
+        if new is None:  # outside of jit, or not proved to be row by row
+            new = gather_scatter.run(inner, step.key, flat, extra_args)
+        return step.restore(verdict.owners, *new)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _not_separable(
-    name: str, reason: parts.Reason, is_stack: bool = False
-) -> ValueError:
-    if is_stack:
-        advice = (
-            "Keep the parameter as one table [K * V, ...], and reshape it inside the "
-            "loss: table.reshape(K, V, ...)."
-        )
-    else:
-        advice = (
-            "Use an optimizer that works row by row (adam, adagrad, rmsprop, sgd, "
-            "lion, ...), or keep this one for the dense leaves: "
-            'lazy(optax.partition({"table": optax.adam(1e-3), "dense": tx}, labels)). '
-            "sparsejax.optim.is_row_separable tells which optimizers work."
-        )
-    message = f"{CALL}: {name} cannot be lifted to rows, because of {reason}. {advice}"
-    if reason.can_be_wrong:
-        message += (
-            " If you know that each row's step depends only on that row, skip this "
-            "check with lazy(tx, check=False)."
-        )
-    return ValueError(message)

@@ -22,24 +22,14 @@ def _folder(file: str | None) -> str:
     return os.path.join(os.path.dirname(file or ""), "")
 
 
-_OURS = _folder(__file__)
-OPTAX = _folder(optax.__file__)
-JAX = _folder(jax.__file__), _folder(jaxlib.__file__)
-LIBRARIES = OPTAX, _folder(os.path.dirname(_OURS))  # optax, sparsejax.optim
-
-# The names that users know, shown in parentheses.
-KNOWN_AS = {
-    "scale_by_trust_ratio": "part of lamb, lars and fromage",
-    "scale_by_factored_rms": "part of adafactor",
-    "clip_by_block_rms": "also part of adafactor",
-    "scale_by_param_block_rms": "also part of adafactor",
-    "scale_by_muon": "part of muon",
-    "scale_by_sm3": "part of sm3",
-    "scale_by_dog": "part of dog",
-    "scale_by_dowg": "part of dowg",
-    "scale_by_lbfgs": "part of lbfgs",
-    "add_noise": "part of noisy_sgd",
-}
+_OPTAX, _OPTIM = _folder(optax.__file__), _folder(os.path.dirname(__file__))
+_JAX = _folder(jax.__file__), _folder(jaxlib.__file__)
+# Frames of the user who called `lazy` come before the frames of these files.
+_TRACERS = tuple(
+    _folder(__file__) + f"{n}.py" for n in ("separability", "state_leaves")
+)
+# The functions of a transformation, as optax calls them.
+_UPDATE = re.compile(r"(\w+_)?(update|init)(_fn)?(_kwargs|_with_arg|_without_arg)?")
 
 
 class Part(NamedTuple):
@@ -55,124 +45,71 @@ class Part(NamedTuple):
 
     @property
     def is_optax(self) -> bool:
-        """True if it is one of optax's own."""
-        return self.file.startswith(OPTAX)
+        return self.file.startswith(_OPTAX)
 
 
-class Reason(NamedTuple):
-    """Why a table cannot be lifted.
-
-    Attributes:
-      why: the fault.
-      part: name of the part that prevents it.
-      can_be_wrong: True if it may also refuse a row-separable transformation.
-    """
-
-    why: str
-    part: str
-    can_be_wrong: bool = True
-
-    def __str__(self) -> str:
-        known = KNOWN_AS.get(self.part)
-        return f"{self.part}{f' ({known})' if known else ''}: {self.why}"
-
-
-def innermost(part: tuple[Part, ...], tx: Any = None) -> Part:
-    """The last part; the transformation itself if none is known."""
-    return part[-1] if part else Part(name_of(tx), "")
-
-
-def name_of(tx: Any) -> str:
-    """The name of a transformation: the function that made it, or its class."""
+def of_transformation(tx: Any) -> Part:
+    """Returns the part that `tx` is as a whole."""
     update: Any = getattr(tx, "update", None)
     while hasattr(update, "func"):  # functools.partial
         update = update.func
-    return _name(getattr(update, "__qualname__", None) or type(tx).__qualname__)
+    name = getattr(update, "__qualname__", None) or type(tx).__qualname__
+    return Part(_maker(name), "")
 
 
-def _name(qualified: str) -> str:
-    outer = qualified.split(".<locals>")[0].split(".")
-    is_method = len(outer) > 1 and "<locals>" not in qualified
-    return outer[-2 if is_method else -1].lstrip("_")
-
-
-def of_equation(eqn: Any, part: tuple[Part, ...]) -> tuple[Part, ...]:
-    """The parts that an equation is in, outermost first.
+def of_equation(path: Sequence[Any]) -> tuple[tuple[Part, ...], str]:
+    """Returns the parts that an equation is in, outermost first, and its `file:line`.
 
     Args:
-      eqn: an equation, or None.
-      part: of the enclosing equation. JAX keeps programs of functions that it traced
-        before, whose equations have the frames of that call.
+      path: the equation, after the equations that call its program.
     """
-    frames = _compat.frames(eqn) if eqn is not None else []
-    found = _among(list(reversed(frames)))
-    if not part or found[: len(part)] == part:
-        return found
-    if part[-1] in found:  # traced before, within other parts
-        return part + found[found.index(part[-1]) + 1 :]
-    return part
-
-
-def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
-    """The parts among frames `(file, qualified name, line)`, outermost first."""
-    parts: list[Part] = []
-    was_library = True
-    ours = [k for k, f in enumerate(frames) if f[0] in _TRACERS]
-    for file, qualified, _ in frames[max(ours, default=-1) + 1 :]:
-        if file.startswith(JAX) or file == _CALLS_FUNCTIONS:
-            continue
-        is_library = file.startswith(LIBRARIES)
-        last = qualified.split(".")[-1]
-        if is_library:
-            if "." in qualified and is_update(last):
-                parts.append(Part(_name(qualified), file))
-        elif was_library:
-            parts.append(Part(_name(qualified), file))
-        was_library = is_library
-    return tuple(parts)
-
-
-# The functions of a transformation, as optax calls them.
-_UPDATE = re.compile(r"(\w+_)?(update|init)(_fn)?(_kwargs|_with_arg|_without_arg)?")
-
-
-def is_update(name: str) -> bool:
-    """Returns True for the name of a function `init` or `update`."""
-    return bool(_UPDATE.fullmatch(name))
-
-
-# Calls functions of the transformation, which are in the part that calls it.
-_CALLS_FUNCTIONS = _OURS + "callables.py"
-# Frames of the user who called `lazy` come before the frames of these files.
-_TRACERS = frozenset(_OURS + name for name in ("judge.py", "state_leaves.py"))
-
-
-def line_of(eqn: Any, part: tuple[Part, ...], enclosing: str) -> str:
-    """`file:line` in the part, of the innermost function that is in its file."""
-    frames = [f for f in _compat.frames(eqn) if not f[0].startswith(JAX)]
-    own = [f for f in frames if part and f[0] == part[-1].file]
+    frames: list[tuple[str, str, int]] = []
+    is_whole = False
+    for k, eqn in enumerate(path):
+        found = [f for f in _compat.frames(eqn) if not f[0].startswith(_JAX)]
+        ends = [n for n, frame in enumerate(found) if frame[0] in _TRACERS]
+        inner = found[: ends[0]] if ends else found
+        if k == 0:
+            # Up to jax 0.7 the stack of each equation is whole, with its callers.
+            frames, is_whole = inner, bool(ends) and ends[0] + 1 < len(found)
+        elif not is_whole:
+            frames = inner + frames
+        # JAX keeps programs that it traced before, with the frames of that call.
+        elif inner[len(inner) - len(frames) :] == frames:
+            frames = inner
+    parts = _among(frames)
+    own = [frame for frame in frames if parts and frame[0] == parts[-1].file]
     for file, _, line in own or frames:
-        return f"{file.replace(os.sep, '/').split('/site-packages/')[-1]}:{line}"
-    return enclosing
+        shown = file.replace(os.sep, "/").split("/site-packages/")[-1]
+        return parts, f"{shown}:{line}"
+    return parts, ""
 
 
-def reason(
-    why: str, part: tuple[Part, ...], line: str, is_proved: bool = True
-) -> Reason:
-    """A reason with the line that shows it.
-
-    A refusal can be wrong for a part that is not optax's, and if it is not proved.
-    """
-    own = innermost(part)
-    shown = f" ({line})" if line else ""
-    return Reason(why + shown, own.name, not own.is_optax or not is_proved)
-
-
-def of_error(error: Exception) -> tuple[Part, ...]:
-    """The parts that an exception was raised in."""
+def of_error(error: BaseException) -> tuple[Part, ...]:
+    """Returns the parts that an exception was raised in, outermost first."""
     frames, tb = [], error.__traceback__
     while tb is not None:
         code = tb.tb_frame.f_code
         frames.append((code.co_filename, code.co_qualname, tb.tb_lineno))
         tb = tb.tb_next
-    return _among(frames)
+    outer = max((n for n, f in enumerate(frames) if f[0] in _TRACERS), default=-1)
+    inner = [f for f in frames[outer + 1 :] if not f[0].startswith(_JAX)]
+    return _among(inner[::-1])
+
+
+def _among(frames: Sequence[tuple[str, str, int]]) -> tuple[Part, ...]:
+    """Returns the parts among frames `(file, qualified name, line)`."""
+    parts, in_library = [], True
+    for file, name, _ in reversed(frames):
+        was_library, in_library = in_library, file.startswith((_OPTAX, _OPTIM))
+        is_update = "." in name and _UPDATE.fullmatch(name.split(".")[-1])
+        if is_update if in_library else was_library:
+            parts.append(Part(_maker(name), file))
+    return tuple(parts)
+
+
+def _maker(qualified: str) -> str:
+    """Returns the function, or the class of the method, that a name starts with."""
+    outer = qualified.split(".<locals>")[0].split(".")
+    is_method = len(outer) > 1 and "<locals>" not in qualified
+    return outer[-2 if is_method else -1].lstrip("_")

@@ -18,19 +18,51 @@ Any other use of rows raises `NotByRows`; `lazy` then runs the transformation on
 rows at once.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from sparsejax import _compat, _primitives
-from sparsejax.optim._lazy.primitives import LINEAR, REDUCTIONS, row_params
+
+
+LINEAR = frozenset("neg convert_element_type copy copy_p".split())
+REDUCTIONS = frozenset(
+    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split()
+)
+# Work row by row if no axis in this parameter runs over rows.
+_ALONG = {
+    **dict.fromkeys((*REDUCTIONS, "argmax", "argmin"), "axes"),
+    **dict.fromkeys("cumsum cumprod cummax cummin cumlogsumexp split".split(), "axis"),
+    **dict.fromkeys(("concatenate", "sort"), "dimension"),
+    **dict.fromkeys(("rev", "squeeze"), "dimensions"),
+}
 
 
 class NotByRows(Exception):
-    """The program does something with rows that is not known to be row by row."""
+    """Raised if an update cannot be lifted to rows.
+
+    Args:
+      why: the fault.
+      path: the equation that shows it, after the equations that call its program.
+      tables: the tables that it concerns; empty if these are not known.
+      is_proved: False if the equation may be row by row, but is not known to be.
+    """
+
+    def __init__(
+        self,
+        why: str,
+        path: Sequence[Any] = (),
+        tables: Iterable[int] = (),
+        is_proved: bool = True,
+    ):
+        super().__init__(why)
+        self.why, self.path, self.is_proved = why, tuple(path), is_proved
+        self.tables = frozenset(tables)
 
 
 class Node:
@@ -54,32 +86,36 @@ class Reduction:
 
     Args:
       node: the operand.
-      eqn: the equation that reduces it.
+      path: the equation that reduces it, after the equations that call its program.
       table: which table.
     """
 
-    __slots__ = ("node", "eqn", "table", "value")
+    __slots__ = ("node", "path", "table", "value")
 
-    def __init__(self, node: Node, eqn: Any):
-        self.node, self.eqn, self.table, self.value = node, eqn, node.table, None
+    def __init__(self, node: Node, path: tuple[Any, ...]):
+        self.node, self.path, self.table, self.value = node, path, node.table, None
 
     @property
     def kind(self) -> str:
-        """Name of the primitive: `reduce_sum`, ..."""
-        return self.eqn.primitive.name
+        """Returns the name of the primitive: `reduce_sum`, ..."""
+        return self.path[-1].primitive.name
 
     @property
     def axes(self) -> tuple[int, ...]:
-        return tuple(self.eqn.params["axes"])
+        return tuple(self.path[-1].params["axes"])
 
 
 class _Step:
     """An equation on nodes; `number` is its place in the program."""
 
-    __slots__ = ("eqn", "inputs", "number")
+    __slots__ = ("path", "inputs", "number")
 
-    def __init__(self, eqn: Any, inputs: Sequence[Any], number: int):
-        self.eqn, self.inputs, self.number = eqn, inputs, number
+    def __init__(self, path: tuple[Any, ...], inputs: Sequence[Any], number: int):
+        self.path, self.inputs, self.number = path, inputs, number
+
+    @property
+    def eqn(self) -> Any:
+        return self.path[-1]
 
 
 class RowFunction:
@@ -186,6 +222,7 @@ def run(
     consts: Sequence[Any],
     args: Sequence[Any],
     reduce: Callable[[list[Reduction]], list[jax.Array]],
+    report: Callable[[NotByRows], None] | None = None,
 ) -> list[Any]:
     """Runs a program whose arguments are values and nodes.
 
@@ -194,6 +231,8 @@ def run(
       consts: its constants.
       args: its arguments.
       reduce: computes reductions of one table.
+      report: is called with each fault, to look for more; then the results mean
+        nothing. None raises the first fault.
 
     Returns:
       The outputs: values, or nodes.
@@ -201,16 +240,63 @@ def run(
     Raises:
       NotByRows: the program cannot be split.
     """
-    runner = _Runner(reduce)
+    runner = _Runner(reduce, report)
     outs = runner.run(jaxpr, consts, args)
     return [runner.value(x) if isinstance(x, Reduction) else x for x in outs]
 
 
+class Split(NamedTuple):
+    """A program in three pieces: functions of a row, reductions, and global values.
+
+    Attributes:
+      outputs: of the program: nodes, or values of a trace that is over.
+      reductions: over rows, in the order of their placeholders in `shared`.
+      shared: an open jaxpr of the arguments and outputs that are not nodes, with a
+        `placeholder` equation for each reduction.
+    """
+
+    outputs: list[Any]
+    reductions: list[Reduction | None]
+    shared: Any
+
+
+def split(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    report: Callable[[NotByRows], None] | None = None,
+) -> Split:
+    """Splits a program without running it.
+
+    Args:
+      jaxpr: an open jaxpr.
+      consts: its constants.
+      args: its arguments: nodes, and types of values.
+      report: see `run`.
+    """
+    outputs: list[Any] = []
+    reductions: list[Reduction | None] = []
+
+    def reduce(group):
+        reductions.extend(group)
+        return [_compat.placeholder(r.path[-1].outvars[0].aval) for r in group]
+
+    def shared(*values):
+        values = iter(values)
+        ins = [x if isinstance(x, Node) else next(values) for x in args]
+        outputs[:] = run(jaxpr, consts, ins, reduce, report)
+        return [x for x in outputs if not isinstance(x, Node)]
+
+    types = (x for x in args if not isinstance(x, Node))
+    return Split(outputs, reductions, _compat.trace(shared, *types)[0])
+
+
 class _Runner:
-    def __init__(self, reduce):
-        self._reduce = reduce
+    def __init__(self, reduce, report=None):
+        self._reduce, self._report = reduce, report
         self._pending = []
         self._number = itertools.count()
+        self._path = ()  # the equations whose programs are being run
 
     def value(self, x: Any) -> Any:
         """A global value, computed now if it is not known yet."""
@@ -231,10 +317,37 @@ class _Runner:
             return v.val if isinstance(v, _compat.Literal) else env[v]
 
         for eqn in jaxpr.eqns:
+            outer, self._path = self._path, (*self._path, eqn)
             ins = [read(v) for v in eqn.invars]
-            outs = self.step(eqn, ins)
+            try:
+                outs = self.step(eqn, ins)
+            except NotByRows as fault:
+                fault.path = fault.path or self._path
+                fault.tables = fault.tables or _tables(ins)
+                if self._report is None:
+                    raise
+                self._report(fault)
+                outs = self._without_meaning(eqn, fault.tables)
+            finally:
+                self._path = outer
             env.update(zip(eqn.outvars, outs))
         return [read(v) for v in jaxpr.outvars]
+
+    def _without_meaning(self, eqn, tables):
+        """Outputs of the right types, after a fault."""
+        step = _Step(self._path, [], next(self._number))
+        return [
+            Node(min(tables), v.aval, step, k)
+            if v.aval.shape[:1] == (1,)
+            else _compat.placeholder(v.aval)
+            for k, v in enumerate(eqn.outvars)
+        ]
+
+    def _eval(self, values):
+        """The context of a global equation: constants are computed, to be looked at."""
+        if self._report is None or any(isinstance(x, Tracer) for x in values):
+            return contextlib.nullcontext()
+        return jax.ensure_compile_time_eval()
 
     def step(self, eqn, ins):
         name = eqn.primitive.name
@@ -244,24 +357,27 @@ class _Runner:
         body = _primitives.called(eqn)
         if body is not None and (nodes or (makes_rows and name in _primitives.JITS)):
             return self.run(*body, ins)
+        reduces_rows = name in REDUCTIONS and 0 in eqn.params["axes"]
+        if reduces_rows and (by_row or (nodes and self._report)):
+            self._pending.append(Reduction(nodes[0], self._path))
+            return [self._pending[-1]]
         if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
             values = [self.value(x) for x in ins]
-            with _compat.equation_context(eqn):
+            with _compat.equation_context(eqn), self._eval(values):
                 return _compat.bind(eqn, values)
+        if name == "cond" and self._report:  # looks for faults in all branches
+            return self._cond_at_once(eqn, ins)
         tables = {x.table for x in by_row}
         if len(tables) > 1:
             raise NotByRows(f"{name} of rows of two tables")
         table = tables.pop() if tables else None
-        if name in REDUCTIONS and 0 in eqn.params["axes"]:
-            self._pending.append(Reduction(nodes[0], eqn))
-            return [self._pending[-1]]
         if name == "cond":
             return self._cond(eqn, ins, table)
         if not _keeps_rows(eqn, ins):
-            raise NotByRows(f"{name} of rows")
+            raise NotByRows(f"{name} of rows", is_proved=False)
         # A reduction is computed before a row uses it.
         ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
-        step = _Step(eqn, ins, next(self._number))
+        step = _Step(self._path, ins, next(self._number))
         return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
 
     def _cond(self, eqn, ins, table):
@@ -275,7 +391,7 @@ class _Runner:
             raise NotByRows("cond on rows")
         bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
         if any(map(_reduces_rows, bodies)):
-            return self._cond_at_once(index, bodies, ins)
+            return self._cond_at_once(eqn, [index, *ins])
         values = [x for x in ins if not isinstance(x, Node)]
         by_row = set()
 
@@ -283,7 +399,9 @@ class _Runner:
             def run(*values):
                 values = iter(values)
                 args = [x if isinstance(x, Node) else next(values) for x in ins]
-                return _Runner(_refuse).run(jaxpr, consts, args)
+                runner = _Runner(_refuse)
+                runner._path = self._path
+                return runner.run(jaxpr, consts, args)
 
             return run
 
@@ -310,23 +428,29 @@ class _Runner:
             whole = iter(
                 jax.lax.switch(index, [rest(run) for run in branches], *values)
             )
-        step = _Step(eqn, [index, *ins], next(self._number))
+        step = _Step(self._path, [index, *ins], next(self._number))
         return [
             Node(table, v.aval, step, k) if k in by_row else next(whole)
             for k, v in enumerate(eqn.outvars)
         ]
 
-    def _cond_at_once(self, index, bodies, ins):
+    def _cond_at_once(self, eqn, ins):
         """A conditional whose branches reduce rows: all are computed, one is chosen.
 
         So their reductions share a pass over the rows with those outside of it.
         """
+        index, *ins = ins
+        index = self.value(index) if isinstance(index, Reduction) else index
+        if isinstance(index, Node):
+            raise NotByRows("cond on rows")
+        bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
         found = [self.run(jaxpr, consts, ins) for jaxpr, consts in bodies]
         outs = []
         for cases in zip(*found):
             if not any(isinstance(x, Node) for x in cases):
                 cases = [self.value(x) for x in cases]
-                outs.append(jax.lax.select_n(index, *cases))
+                with _compat.equation_context(eqn):
+                    outs.append(jax.lax.select_n(index, *cases))
                 continue
             types = [x.aval if isinstance(x, Node) else jax.typeof(x) for x in cases]
             choose = lambda which, *xs: [jax.lax.select_n(which, *xs)]
@@ -364,6 +488,11 @@ def without_rows(x: Any) -> Any:
 # ------------------------------------------------------------------ primitives
 
 
+def _tables(xs: Sequence[Any]) -> frozenset[int]:
+    nodes = (x for x in xs if isinstance(x, (Node, Reduction)))
+    return frozenset(x.table for x in nodes if x.table is not None)
+
+
 def _is_literal(x: Any) -> bool:
     return not isinstance(x, (Node, jax.Array)) and np.ndim(x) == 0
 
@@ -378,3 +507,74 @@ def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
 
 def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
     return row_params(eqn, [isinstance(x, Node) for x in ins]) is not None
+
+
+def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
+    """An equation's parameters as one row sees them, None if it mixes rows.
+
+    An output entry of a row is then computed from that row's entry of the inputs.
+
+    Args:
+      eqn: an equation with at least one input that has rows, or a broadcast.
+      rows: for each input, True if it has one entry per row.
+      count: number of leading axes that run over rows, 2 for a stack of tables.
+
+    Returns:
+      A dict in which axes and shapes leave out the leading ones, so that programs for
+      different numbers of rows can be compared.
+    """
+    name, params = eqn.primitive.name, dict(eqn.params)
+    params.pop("sharding", None)  # of the rows, which differs with their number
+    shapes = [v.aval.shape for v in eqn.invars]
+    out = eqn.outvars[0].aval.shape
+    if name in _primitives.ELEMENTWISE:
+        # A scalar broadcasts to all rows, and so does an array [1, D].
+        alone = (shape for shape, has_rows in zip(shapes, rows) if not has_rows)
+        if any(shape and shape[:1] != (1,) for shape in alone):
+            return None
+        return params
+
+    if name == "dot_general":
+        (left, right), batch = params["dimension_numbers"]
+        if rows != [True, False] or any(batch) or any(k < count for k in left):
+            return None
+        left = tuple(k - count for k in left)
+        return {**params, "dimension_numbers": (left, tuple(right))}
+    if name in _ALONG:
+        if not all(rows) or (len(rows) > 1 and name != "concatenate"):
+            return None
+        axes = params[_ALONG[name]]
+        axes = axes if isinstance(axes, (tuple, list)) else (axes,)
+        if any(axis < count for axis in axes):
+            return None
+        return {**params, _ALONG[name]: tuple(axis - count for axis in axes)}
+    if name == "broadcast_in_dim":
+        dims, shape = params["broadcast_dimensions"], params["shape"]
+        has_rows = rows[0] if rows else False
+        if has_rows and dims[:count] != tuple(range(count)):
+            return None
+        dims = dims[count:] if has_rows else dims
+        if any(k < count for k in dims):
+            return None
+        dims = tuple(k - count for k in dims)
+        return {**params, "broadcast_dimensions": dims, "shape": shape[count:]}
+    if rows != [True]:
+        return None
+    first = shapes[0][:count]
+    if name == "reshape":
+        if out[:count] != first or params["dimensions"] is not None:
+            return None
+        return {**params, "new_sizes": out[count:]}
+    if name == "transpose":
+        order = params["permutation"]
+        if order[:count] != tuple(range(count)):
+            return None
+        return {**params, "permutation": tuple(k - count for k in order[count:])}
+    if name == "slice":
+        if out[:count] != first:
+            return None
+        return {
+            key: None if params[key] is None else tuple(params[key][count:])
+            for key in ("start_indices", "limit_indices", "strides")
+        }
+    return None

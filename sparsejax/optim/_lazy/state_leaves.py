@@ -4,18 +4,26 @@ A state leaf follows a table if row r of the leaf belongs to row r of the table.
 `mu` and `nu` do, its `count` does not, and neither does a vector of shape `[D]`, even
 if D equals the number of rows. So the shape alone is ambiguous, but how it changes is
 not. `tx.init` is evaluated abstractly twice, the second time with p_i more rows in
-table i, with a different p_i for each table. A state leaf of shape `[V_i, ...]` that
-becomes `[V_i + p_i, ...]` follows table i. A leaf that does not change follows no
-table. Any other change means that the state cannot be split into rows. A stack of
+parameter i, with a different p_i for each. A state leaf of shape `[V_i, ...]` that
+becomes `[V_i + p_i, ...]` follows parameter i. A leaf that does not change follows
+none. Any other change means that the state cannot be split into rows. A stack of
 tables `[K, V, ...]` grows along both of its axes of rows.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
+from sparsejax import _arguments, _compat
 from sparsejax.optim import _trees as trees
+from sparsejax.optim._lazy import parts
+from sparsejax.optim._lazy.row_program import NotByRows, row_params
+
+
+class InitError(ValueError):
+    """Raised if `tx.init` raises for the parameters themselves."""
 
 
 class StateLeaves(NamedTuple):
@@ -27,11 +35,27 @@ class StateLeaves(NamedTuple):
       blocked: for each table, why the state cannot be split into its rows, and the
         leaf that shows it, None if its structure does.
       state: the state as ShapeDtypeStructs.
+      by_leaf: for each leaf, True if its shape depends on that of a parameter.
+      program: `tx.init` as an open jaxpr of the parameters that are arrays.
     """
 
     owners: tuple[int | None, ...]
     blocked: dict[int, tuple[str, int | None]]
     state: Any
+    by_leaf: tuple[bool, ...]
+    program: Any
+
+    def part_of(self, leaf: int | None) -> tuple[parts.Part, ...]:
+        """Returns the parts that make a leaf, or that mix the rows before they do."""
+        jaxpr = self.program
+        for eqn in jaxpr.eqns:
+            has_rows = [v in jaxpr.invars for v in eqn.invars if v.aval.shape]
+            if any(has_rows) and row_params(eqn, has_rows) is None:
+                return parts.of_equation([eqn])[0]
+        made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        v = None if leaf is None else jaxpr.outvars[leaf]
+        eqn = None if isinstance(v, _compat.Literal) else made.get(v)
+        return () if eqn is None else parts.of_equation([eqn])[0]
 
 
 def find(
@@ -45,51 +69,77 @@ def find(
       specs: its leaves, see `trees.to_spec`.
       tables: which leaves are tables, with rows along the first axis, or along the
         first two for a `trees.StackSpec`.
-    """
-    more = _more_rows(tables)
-    blocked: dict[int, tuple[str, int | None]] = {}
-    state = _state(init, treedef, specs)
-    before, structure = jax.tree_util.tree_flatten_with_path(state)
-    grown = _state(init, treedef, _grow(specs, more))
-    after, grown_structure = jax.tree.flatten(grown)
-    if structure != grown_structure:
-        why = "the structure of its state depends on the number of rows"
-        blocked |= {table: (why, None) for table in tables}
-        return StateLeaves((None,) * len(before), blocked, state)
 
-    owners = []
-    table_of = {extra: table for table, extra in more.items()}
-    for k, ((path, old), new) in enumerate(zip(before, after)):
+    Raises:
+      InitError: `init` raises.
+      NotByRows: `init` raises for other numbers of rows.
+    """
+    arrays = [i for i, s in enumerate(specs) if getattr(s, "shape", ())]
+    # Odd numbers, so no two add up to a third.
+    more = {leaf: 2 * k + 3 for k, leaf in enumerate(arrays)}
+    try:
+        program, state = trace(init, treedef, specs)
+    except NotByRows as fault:
+        error, params = fault.__cause__, treedef.unflatten(specs)
+        raise InitError(
+            f"tx.init(params) raises {type(error).__name__}: "
+            f"{' '.join(str(error).split())} A tree of masks or labels must have the "
+            f"structure of the parameters, {_arguments.show_tree(params)}. A function "
+            "that returns it may decide by path, dtype and rank; in place of one that "
+            "needs numbers, pass the tree: mask=mask_fn(params)."
+        ) from error
+    before, structure = jax.tree_util.tree_flatten_with_path(state)
+
+    @functools.cache
+    def grown(*leaves: int) -> list[Any] | None:
+        """The leaves of the state if some parameters have more rows."""
+        try:
+            some = {i: more[i] for i in leaves}
+            _, state = trace(init, treedef, _grow(specs, some))
+        except NotByRows:  # a dense leaf, like a square one, may refuse to grow
+            if set(leaves) <= set(tables):
+                raise
+            return None
+        after, treedef_after = jax.tree.flatten(state)
+        return after if treedef_after == structure else None
+
+    after = grown(*arrays) or grown(*tables)
+    if before and after is None:
+        why = "the structure of its state depends on the number of rows"
+        alone = [t for t in tables if grown(t) is None]
+        blocked = dict.fromkeys(alone or tables, (why, None))
+        none = (None,) * len(before), (False,) * len(before)
+        return StateLeaves(none[0], blocked, state, none[1], program)
+
+    blocked: dict[int, tuple[str, int | None]] = {}
+    owners, leaf_of = [], {extra: leaf for leaf, extra in more.items()}
+    by_leaf = tuple(
+        old.shape != new.shape for (_, old), new in zip(before, after or ())
+    )
+    for k, ((path, old), new) in enumerate(zip(before, after or ())):
         owner = None
-        if old.shape != new.shape:
+        if by_leaf[k]:
             extra = new.shape[0] - old.shape[0] if old.shape and new.shape else 0
-            owner = table_of.get(extra)
+            owner = leaf_of.get(extra)
             if owner is not None and not _follows(old, new, specs[owner], extra):
                 owner = None
             if owner is None:
-                for table in _tables_to_blame(old, new, more):
-                    why = (
+                changes = {b - a for a, b in zip(old.shape, new.shape)}
+                faulty = [leaf_of[c] for c in changes if c in leaf_of]
+                if len(old.shape) != len(new.shape) or not faulty:
+                    faulty = [t for t in tables if _changes(old, grown(t), k)]
+                for t in faulty:
+                    blocked[t] = (
                         "its state leaf "
                         f"{jax.tree_util.keystr(path) or '(all of it)'} of shape "
                         f"{list(old.shape)} becomes {list(new.shape)} when the "
-                        f"table has {more[table]} more rows, so it does not have "
-                        "one row per row of the table"
+                        f"table has {more[t]} more rows, so it does not have "
+                        "one row per row of the table",
+                        k,
                     )
-                    blocked[table] = why, k
-        owners.append(owner)
-    return StateLeaves(tuple(owners), blocked, state)
-
-
-def depends_on_shapes(
-    init: Callable, treedef: Any, specs: Sequence[Any], leaves: Sequence[int]
-) -> list[bool]:
-    """For each state leaf, True if its shape depends on a shape of `leaves`."""
-    grown = _state(init, treedef, _grow(specs, _more_rows(leaves)))
-    before, structure = jax.tree.flatten(_state(init, treedef, specs))
-    after, grown_structure = jax.tree.flatten(grown)
-    if structure != grown_structure:
-        return [False] * len(before)
-    return [old.shape != new.shape for old, new in zip(before, after)]
+        owners.append(owner if owner in tables else None)
+    blocked = {t: found for t, found in blocked.items() if t in tables}
+    return StateLeaves(tuple(owners), blocked, state, by_leaf, program)
 
 
 def without_mesh() -> Any:
@@ -97,14 +147,34 @@ def without_mesh() -> Any:
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
-def _state(init: Callable, treedef: Any, specs: Sequence[Any]) -> Any:
+def trace(init: Callable, treedef: Any, specs: Sequence[Any]) -> tuple[Any, Any]:
+    """`init` as an open jaxpr, and the state that it returns, as types."""
+    structure: Any = None
+
+    def run(*arrays):
+        nonlocal structure
+        try:
+            state = init(trees.fill(treedef, specs, arrays))
+        except Exception as error:  # of the transformation
+            raise cannot_run(error) from error
+        leaves, structure = jax.tree.flatten(state)
+        return leaves
+
     with without_mesh():
-        return jax.eval_shape(init, treedef.unflatten(map(trees.plain, specs)))
+        jaxpr, _ = _compat.trace(run, *trees.arrays(specs))
+    types = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False))
+        for x in (v.aval for v in jaxpr.outvars)
+    ]
+    return jaxpr, structure.unflatten(types)
 
 
-def _more_rows(leaves: Sequence[int]) -> dict[int, int]:
-    """The number of rows to add to each leaf: odd, so no two add up to a third."""
-    return {leaf: 2 * k + 3 for k, leaf in enumerate(leaves)}
+def cannot_run(error: Exception) -> NotByRows:
+    """The fault of a transformation that raises."""
+    message = str(error).strip().split("\n")[0]
+    return NotByRows(
+        f"it cannot run on rows of a table ({type(error).__name__}: {message})"
+    )
 
 
 def _grow(specs: Sequence[Any], more: dict[int, int]) -> list[Any]:
@@ -116,6 +186,10 @@ def _grow(specs: Sequence[Any], more: dict[int, int]) -> list[Any]:
     return grown
 
 
+def _changes(old: Any, grown: list[Any] | None, k: int) -> bool:
+    return grown is None or grown[k].shape != old.shape
+
+
 def _follows(old: Any, new: Any, table: Any, extra: int) -> bool:
     count = trees.row_axes(table)
     rows = table.shape[:count]
@@ -124,13 +198,3 @@ def _follows(old: Any, new: Any, table: Any, extra: int) -> bool:
         and new.shape[:count] == tuple(size + extra for size in rows)
         and old.shape[count:] == new.shape[count:]
     )
-
-
-def _tables_to_blame(old: Any, new: Any, more: dict[int, int]) -> list[int]:
-    """The tables whose extra rows explain the change; all of them if none does."""
-    if len(old.shape) == len(new.shape):
-        changes = {b - a for a, b in zip(old.shape, new.shape)}
-        found = [table for table, extra in more.items() if extra in changes]
-        if found:
-            return found
-    return list(more)

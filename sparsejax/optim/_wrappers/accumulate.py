@@ -36,7 +36,7 @@ from sparsejax._rows import (
     with_slots,
 )
 from sparsejax.optim import _checks as checks, _trees as trees
-from sparsejax.optim._lazy import judge, state_sharding
+from sparsejax.optim._lazy import separability, state_sharding
 
 
 CALL = "sparsejax.optim.accumulate"
@@ -64,7 +64,7 @@ class AccumulateState(NamedTuple):
     overflow: jax.Array
 
 
-judge.NOT_LIFTED[AccumulateState] = (
+separability.NOT_LIFTED[AccumulateState] = (
     CALL,
     "it goes around lazy, not inside of it: sparsejax.optim.accumulate(lazy(tx), k, "
     "capacity)",

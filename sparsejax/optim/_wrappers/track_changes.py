@@ -21,7 +21,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, is_quantized, is_selected_rows
 from sparsejax.optim import _checks as checks, _trees as trees
-from sparsejax.optim._lazy import judge, state_sharding
+from sparsejax.optim._lazy import separability, state_sharding
 
 
 CALL, TAKE = "sparsejax.optim.track_changes", "sparsejax.optim.take_changes"
@@ -40,7 +40,7 @@ class TrackChangesState(NamedTuple):
     changed: Any
 
 
-judge.NOT_LIFTED[TrackChangesState] = (
+separability.NOT_LIFTED[TrackChangesState] = (
     CALL,
     "it goes around lazy, not inside of it: sparsejax.optim.track_changes(lazy(tx))",
 )

@@ -1,8 +1,8 @@
 """One step of a transformation, in passes over the rows of each table.
 
-Inside `jit`, `lazy` runs a transformation that the judge accepts this way. The function
-of one row that it computes (see `row_program`) is run over blocks of rows (see
-`block_pass`), in three kinds of passes over the rows of a gradient:
+Inside `jit`, `lazy` runs a transformation that is proved to work row by row in this
+way. The function of one row that it computes (see `row_program`) is run over blocks of
+rows (see `block_pass`), in three kinds of passes over the rows of a gradient:
 
 - merge: sum duplicates, once for each table;
 - reduce: a number that the step needs first, like a global norm;
@@ -29,6 +29,7 @@ from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
 from sparsejax._rows.order_after import order_after
 from sparsejax.optim._lazy import block_pass, row_program
 from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
+from sparsejax.optim._lazy.step import Step
 
 
 # ------------------------------------------------------------------ passes
@@ -165,100 +166,84 @@ def _ascending(rows, values, *, slots):
 # ------------------------------------------------------------------ a step
 
 
-def update(
-    tx: Any,
-    treedef: Any,
-    grads: Sequence[Any],
-    weights: Sequence[Any] | None,
-    state: Any,
-    owners: Sequence[int | None],
-    tables: Sequence[int],
-    extra_args: dict[str, Any],
+def run(
+    tx: Any, step: Step, extra_args: dict[str, Any]
 ) -> tuple[list[Any], Any] | None:
     """Updates and new state, or None if the step cannot be run in such passes.
 
     Args:
       tx: the transformation, with extra arguments.
-      treedef: structure of the gradients.
-      grads: their leaves.
-      weights: leaves of the parameters, or None.
-      state: the state of `tx`.
-      owners: for each leaf of the state, the table that it follows, or None.
-      tables: which leaves are tables.
+      step: without stacks.
       extra_args: of `tx.update`.
     """
+    grads, weights, owners = step.grads, step.weights, step.owners
     if weights is None:
         return None
     passes = {}
-    for i in tables:
+    for i in step.tables:
         found = passes_over(grads[i], weights[i])
         if found is None:
             return None
         passes[i] = found
-    leaves, state_treedef = jax.tree.flatten(state)
-    followers = {i: [k for k, o in enumerate(owners) if o == i] for i in tables}
-    dense = [x for i, x in enumerate(grads) if i not in tables and is_plain(x)]
+    state, state_treedef = jax.tree.flatten(step.state)
+    dense = [x for i, x in enumerate(grads) if i not in passes and is_plain(x)]
     passes = {i: found.after(dense) for i, found in passes.items()}
     _OneDevice.merge_together([x for x in passes.values() if type(x) is _OneDevice])
-    steps, programs = {}, {}
+    tables, programs = {}, {}
     for i, found in passes.items():
-        state_of = {k: leaves[k] for k in followers[i]}
-        steps[i] = _Table(grads[i], found, weights[i], state_of, i, programs)
-    inputs = [node for step in steps.values() for node in step.nodes()]
+        followers = {k: state[k] for k, owner in enumerate(owners) if owner == i}
+        tables[i] = _Table(grads[i], found, weights[i], followers, i, programs)
+    inputs = [node for table in tables.values() for node in table.nodes()]
     out_treedef = None
 
-    def whole(*rows):
+    def update(*rows):
         nonlocal out_treedef
         rows = iter(rows)
-        g, w, s = list(grads), list(weights), list(leaves)
-        for i in tables:
+        g, w, s = list(grads), list(weights), list(state)
+        for i, table in tables.items():
             g[i], w[i] = next(rows), next(rows)
-            for k in followers[i]:
+            for k in table.state:
                 s[k] = next(rows)
-        g, w = map(treedef.unflatten, (g, w))
+        g, w = map(step.treedef.unflatten, (g, w))
         updates, new = tx.update(g, state_treedef.unflatten(s), w, **extra_args)
-        out, out_treedef = jax.tree.flatten((treedef.flatten_up_to(updates), new))
+        out, out_treedef = jax.tree.flatten((step.treedef.flatten_up_to(updates), new))
         return out
 
-    fresh = functools.cache(lambda: _fresh(tx.init, treedef, weights, tables))
+    fresh = functools.cache(lambda: _fresh(tx.init, step))
 
     def reduce(group):
-        return steps[group[0].table].reduce(group, fresh)
+        return tables[group[0].table].reduce(group, fresh)
 
     try:
-        jaxpr, consts = _compat.trace(whole, *(node.aval for node in inputs))
+        jaxpr, consts = _compat.trace(update, *(node.aval for node in inputs))
         outs = row_program.run(jaxpr, consts, inputs, reduce)
         updates, new_state = jax.tree.unflatten(out_treedef, outs)
         new_leaves = state_treedef.flatten_up_to(new_state)
         for i, u in enumerate(updates):
-            if i not in steps:
+            if i not in tables:
                 updates[i] = jax.tree.map(row_program.without_rows, u)
         for k, owner in enumerate(owners):
             if owner is None:
                 new_leaves[k] = row_program.without_rows(new_leaves[k])
-        for i, step in steps.items():
-            if not _is_array(updates[i]):
+        for i, table in tables.items():
+            if not isinstance(updates[i], (Node, jax.Array)):
                 raise NotByRows("an update that is not an array")
-            new = {k: new_leaves[k] for k in followers[i]}
-            updates[i], new = step.finish(updates[i], new)
-            for k in followers[i]:
-                new_leaves[k] = new.get(k, leaves[k])
+            new = {k: new_leaves[k] for k in table.state}
+            updates[i], new = table.finish(updates[i], new)
+            for k in table.state:
+                new_leaves[k] = new.get(k, state[k])
     except NotByRows:
         return None
     return updates, state_treedef.unflatten(new_leaves)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, (Node, jax.Array))
-
-
-def _fresh(init, treedef, weights, tables):
+def _fresh(init: Callable, step: Step) -> list[Any]:
     """The leaves of the state of tables whose only row was never touched."""
     rows = [
-        jnp.zeros((1, *x.shape[1:]), x.dtype) if i in tables else x
-        for i, x in enumerate(weights)
+        jnp.zeros((1, *x.shape[1:]), x.dtype) if i in step.tables else x
+        for i, x in enumerate(step.weights or ())
     ]
-    return jax.tree.leaves(init(treedef.unflatten(rows)))
+    return jax.tree.leaves(init(step.treedef.unflatten(rows)))
 
 
 class _Table:

@@ -1,0 +1,115 @@
+"""The arguments of one update as leaves, with one table in place of a stack of tables.
+
+A gradient with the rows of a stack `[K, V, ...]` has ids that count the rows of all its
+tables. So the step is a step of one table `[K * V, ...]`: weights and the state that
+follows them are reshaped before it, and back after it, which inside `jit` costs
+nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from sparsejax._rows import (
+    SelectedRows,
+    flat_rows,
+    is_selected_rows,
+    restacked,
+    stacked_rows,
+)
+from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim._lazy import state_sharding
+
+
+class Step(NamedTuple):
+    """The arguments of `update`.
+
+    Attributes:
+      treedef: structure of the gradients.
+      specs: of the parameters, see `trees.to_spec`.
+      tables: the leaves whose gradients are SelectedRows.
+      grads: leaves of the gradients.
+      weights: leaves of the parameters, or None.
+      state: the state of the transformation.
+      owners: for each leaf of the state, the table that it follows, or None.
+      stacks: the gradients of stacks, by leaf.
+    """
+
+    treedef: Any
+    specs: tuple[Any, ...]
+    tables: tuple[int, ...]
+    grads: list[Any]
+    weights: list[Any] | None
+    state: Any
+    owners: tuple[int | None, ...] = ()
+    stacks: dict[int, SelectedRows] = {}
+
+    @classmethod
+    def of(cls, call: str, updates: Any, state: Any, params: Any) -> "Step":
+        """The step with these arguments; raises if they do not fit together."""
+        grads, treedef = trees.flatten(updates)
+        state_sharding.check_sharded(call, updates, params, state)
+        weights = trees.flatten_params(call, updates, params)
+        checks.check_gradients(call, updates, weights)
+        tables = tuple(i for i, g in enumerate(grads) if is_selected_rows(g))
+        stacks = {i: grads[i] for i in tables if grads[i].stack}
+        specs = tuple(map(trees.to_spec, weights or grads))
+        specs = with_stacks(stacks, specs)
+        return cls(treedef, specs, tables, grads, weights, state, (), stacks)
+
+    @property
+    def key(self) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+        return self.treedef, self.specs, self.tables
+
+    def path(self, table: int) -> str:
+        """The path of a table, for messages."""
+        return trees.leaf_paths(self.treedef.unflatten(self.grads), "grads")[table]
+
+    def flat(self, call: str, owners: Sequence[int | None], expected: Any) -> "Step":
+        """The same step with one table in place of each stack.
+
+        Args:
+          call: the public name, for messages.
+          owners: for each leaf of the state, the table that it follows, or None.
+          expected: the state that `tx.init` returns.
+        """
+        checks.check_state(self.state, expected)
+        row_shapes = {i: self.grads[i].row_shape for i in self.tables}
+        checks.check_state_rows(call, self.state, owners, row_shapes)
+        step = self._replace(owners=tuple(owners))
+        if not self.stacks:
+            return step
+        weights = self.weights and list(self.weights)
+        grads, (state, treedef) = list(self.grads), jax.tree.flatten(self.state)
+        for i, stack in self.stacks.items():
+            grads[i] = stack.unstacked()
+            if weights is not None:
+                weights[i] = flat_rows(stack, weights[i])
+        for k, owner in enumerate(owners):
+            if owner in self.stacks:
+                state[k] = flat_rows(self.stacks[owner], state[k])
+        return step._replace(
+            grads=grads, weights=weights, state=treedef.unflatten(state)
+        )
+
+    def restore(
+        self, owners: Sequence[int | None], updates: Sequence[Any], state: Any
+    ) -> tuple[Any, Any]:
+        """Updates and new state of the flat step, with the axes of the stacks."""
+        updates, (leaves, treedef) = list(updates), jax.tree.flatten(state)
+        for i, grad in self.stacks.items():
+            weights = self.weights and self.weights[i]
+            updates[i] = restacked(updates[i], grad.stack, weights)
+        for k, owner in enumerate(owners):
+            if owner in self.stacks:
+                leaves[k] = stacked_rows(self.stacks[owner], leaves[k])
+        return self.treedef.unflatten(updates), treedef.unflatten(leaves)
+
+
+def with_stacks(stacks: Any, specs: Sequence[Any]) -> tuple[Any, ...]:
+    """The specs of parameters, with a `StackSpec` for each stack."""
+    return tuple(
+        trees.StackSpec(x.shape, x.dtype) if i in stacks else x
+        for i, x in enumerate(specs)
+    )
