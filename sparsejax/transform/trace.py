@@ -1,5 +1,6 @@
 """The trace of a call: `fun(*args, **kwargs)` as a flat program of its array leaves."""
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -184,14 +185,14 @@ def trace_call(
     numbers = _check_argnums(argnums, len(args))
     several = isinstance(argnums, tuple)
     chosen = tuple(args[i] for i in numbers) if several else args[numbers[0]]
-    paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=is_selected_rows)
+    is_leaf = lambda x: is_selected_rows(x) or is_quantized(x)
+    paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=is_leaf)
     names = _argument_names(fun, numbers)
     name_of = lambda path: (
         names[path[0].idx] + jax.tree_util.keystr(path[1:])
         if several
         else names[0] + jax.tree_util.keystr(path)
     )
-    _check_not_quantized(chosen, name_of)
     inputs: list[Any] = []
     leaves: list[Leaf] = []
     for (path, value), required in zip(paths, _required(tables, chosen, paths)):
@@ -327,20 +328,9 @@ def _required(tables: Any, chosen: Any, paths: Sequence[Any]) -> list[bool | Non
     return required
 
 
-def _check_not_quantized(chosen: Any, name_of: Callable) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(chosen, is_leaf=is_quantized):
-        if is_quantized(leaf):
-            name = name_of(path)
-            raise TypeError(
-                f"{name} is a QuantizedTable, whose integers have no gradient. Pass it "
-                "in an argument that is not in argnums, or, to train it, pass the rows "
-                f"that are read in its place: {name}.pull(ids)."
-            )
-
-
 def _check_differentiable(name: str, value: Any) -> None:
     try:
-        dtype = jnp.result_type(value)
+        dtype = None if is_quantized(value) else jnp.result_type(value)
     except (TypeError, ValueError):
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -351,6 +341,11 @@ def _check_differentiable(name: str, value: Any) -> None:
             "split the tree by equinox.partition. For a flax.nnx module call "
             "sparsejax.nn.nnx.value_and_grad."
         )
+        if is_quantized(value):
+            way_out = (
+                "Pass it in an argument that is not in argnums, or, to train it, pass "
+                f"the rows that are read in its place: {name}.pull(ids)."
+            )
         raise TypeError(
             f"cannot differentiate with respect to {name}: it must be real or complex "
             f"floating point, got {found}. {way_out}"
@@ -370,16 +365,13 @@ def _split_aux(out: Any, has_aux: bool) -> tuple[Any, Any]:
                 f"{_arguments.kind_of(out)}{length}."
             )
         out, aux = out
-    try:  # a list of numbers is not an array
-        loss = None if isinstance(out, (list, tuple)) else jnp.asarray(out)
-    except (TypeError, ValueError):
-        loss = None
-    if loss is None or jnp.shape(loss) != () or is_selected_rows(out):
-        found = _arguments.kind_of(out if loss is None else loss)
-        raise TypeError(
-            "gradients are only defined for scalar-output functions; the output was "
-            f"{found}. If it returns (loss, aux), pass has_aux=True."
-        )
-    if not jnp.issubdtype(loss.dtype, jnp.floating):
-        raise TypeError(f"the loss must be real floating point, got {loss.dtype.name}.")
-    return loss, aux
+    if jax.tree.structure(out) == jax.tree.structure(0):  # not a list of one number
+        with contextlib.suppress(TypeError, ValueError):
+            loss = jnp.asarray(out)
+            if not loss.shape and jnp.issubdtype(loss.dtype, jnp.floating):
+                return loss, aux
+    raise TypeError(
+        "gradients are only defined for scalar-output functions; the output was "
+        f"{_arguments.kind_of(out)}, not a real floating-point scalar. If the function "
+        "returns (loss, aux), pass has_aux=True."
+    )

@@ -586,7 +586,7 @@ def test_a_table_of_integers_has_no_gradient():
     params = {"item": sj.quantize(make_rows()), "w": jnp.ones(7)}
     loss = lambda p: jnp.sum(sj.lookup(p["item"], IDS, mode="zero") @ p["w"])
     with pytest.raises(
-        TypeError, match=r"p\['item'\] is a QuantizedTable.*pull\(ids\)"
+        TypeError, match=r"p\['item'\].* got QuantizedTable.*pull\(ids\)"
     ):
         sj.value_and_grad(loss)(params)
     with pytest.raises(TypeError, match="uint8"):
