@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax._arguments import kind_of, show
+from sparsejax._arguments import kind_of
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
@@ -49,66 +49,53 @@ def rows_touched(steps: Iterable[Any], height: int, *, title: str = "") -> Any:
     References:
       Naumov et al., "Deep Learning Recommendation Model" (2019), on skewed reads.
     """
-    if not isinstance(height, int | np.integer) or height <= 0:
+    ids = [_ids_of(step, height) for step in steps]
+    if not ids or height <= 0:
         raise ValueError(
-            "sparsejax.viz.rows_touched: height must be a positive int, got "
-            f"{show(height)}."
+            "rows_touched: there must be at least one step and one row, got "
+            f"{len(ids)} and {height}."
         )
-    if not isinstance(steps, Iterable):
-        raise TypeError(
-            "sparsejax.viz.rows_touched: steps must be a list with the ids of each "
-            f"step, got {kind_of(steps)}."
-        )
-    ids = [_ids_of(k, step, height) for k, step in enumerate(steps)]
-    if not ids:
-        raise ValueError("sparsejax.viz.rows_touched: steps must not be empty.")
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "sparsejax.viz.rows_touched: needs matplotlib, which is not installed: pip "
-            "install 'sparsejax[viz]'."
+            "rows_touched needs matplotlib, which is not installed: pip install "
+            "'sparsejax[viz]'."
         ) from error
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     figure.patch.set_alpha(0)
     left, right = figure.subplots(1, 2)
-    _draw_steps(left, ids, int(height))
-    _draw_skew(right, np.concatenate(ids), int(height))
+    _draw_steps(left, ids, height)
+    _draw_skew(right, np.concatenate(ids), height)
     if title:
         figure.suptitle(title, color=_INK)
     return figure
 
 
-def _ids_of(step: int, x: Any, height: int) -> np.ndarray:
-    if isinstance(x, SegmentTensor):
-        filled = np.asarray(x.segment_ids) < x.num_segments
-        x = np.asarray(x.values)[filled] if hasattr(x.values, "dtype") else x.values
-    elif isinstance(x, SelectedRows):
-        if x.height != height:
+def _ids_of(step: Any, height: int) -> np.ndarray:
+    if isinstance(step, SegmentTensor):
+        step = np.asarray(step.values)[np.asarray(step.segment_ids) < step.num_segments]
+    elif isinstance(step, SelectedRows):
+        if step.height != height:
             raise ValueError(
-                f"sparsejax.viz.rows_touched: step {step} must have height="
-                f"{height}, got a SelectedRows of height {x.height}."
+                f"rows_touched: got a SelectedRows of height {step.height} for a table "
+                f"of {height} rows."
             )
-        x = x.rows
-    try:
-        ids = np.asarray(x)
-    except (TypeError, ValueError):  # lists of several lengths, a tracer
-        ids = np.zeros((), object)
+        step = step.rows
+    ids = np.asarray(step).reshape(-1)
     if not np.issubdtype(ids.dtype, np.integer):
-        found = kind_of(x if ids.dtype == object else ids)
         raise TypeError(
-            f"sparsejax.viz.rows_touched: step {step} must be integer ids, a "
-            f"SegmentTensor of ids, or a SelectedRows, got {found}."
+            "rows_touched: a step must be integer ids, a SegmentTensor of ids or a "
+            f"SelectedRows, got {kind_of(step)}."
         )
-    ids = ids.reshape(-1)
     return ids[(ids >= 0) & (ids < height)]
 
 
 def _draw_steps(axes: Any, ids: list[np.ndarray], height: int) -> None:
     number = np.arange(len(ids))
-    read = [len(x) for x in ids]
     distinct = [len(np.unique(x)) for x in ids]
     marks = {"marker": "o", "markersize": 3} if len(ids) < 60 else {}
+    read = [len(x) for x in ids]
     axes.plot(number, read, color=_ORANGE, label="ids read", **marks)
     axes.plot(number, distinct, color=_BLUE, label="distinct rows", **marks)
     axes.axhline(height, color=_INK, ls="--", lw=1, label="rows of the table")
@@ -120,10 +107,12 @@ def _draw_steps(axes: Any, ids: list[np.ndarray], height: int) -> None:
 
 def _draw_skew(axes: Any, ids: np.ndarray, height: int) -> None:
     _, counts = np.unique(ids, return_counts=True)  # bincount needs height of memory
-    counts = np.sort(counts)[::-1]
-    share = 100 * np.cumsum(counts) / max(1, counts.sum())
+    share = 100 * np.cumsum(np.sort(counts)[::-1]) / max(1, len(ids))
     popular = 100 * np.arange(1, len(share) + 1) / height
-    shown = _thinned(len(share))
+    # At most `_POINTS` of them, evenly spaced on the logarithmic axis.
+    shown = np.arange(len(share))
+    if len(share) > _POINTS:
+        shown = np.unique(np.geomspace(1, len(share), _POINTS).astype(np.int64)) - 1
     # The other rows were not read: the curve stays at 100 %.
     line = [np.append(x[shown], 100) for x in (popular, share)] if len(share) else []
     axes.plot(*line, color=_BLUE)
@@ -133,25 +122,11 @@ def _draw_skew(axes: Any, ids: np.ndarray, height: int) -> None:
         top = math.ceil(height / 100)
         at = share[min(top, len(share)) - 1]
         axes.plot([100 * top / height], [at], "o", color=_ORANGE)
-        rows = f"{top:,} rows" if top > 1 else "row"
+        text = f"top {top:,} row(s) ({100 * top / height:.3g} %): {at:.0f} % of reads"
         # A rising curve leaves this corner free.
-        axes.text(
-            0.98,
-            0.04,
-            f"top {rows} ({100 * top / height:.3g} %): {at:.0f} % of reads",
-            transform=axes.transAxes,
-            ha="right",
-            color=_ORANGE,
-            fontsize=9,
-        )
+        where = {"transform": axes.transAxes, "ha": "right", "fontsize": 9}
+        axes.text(0.98, 0.04, text, color=_ORANGE, **where)
     _finish(axes, "Skew of the reads", "% of rows, most popular first", "% of reads")
-
-
-def _thinned(n: int) -> np.ndarray:
-    """At most `_POINTS` indices below `n`, evenly spaced on a logarithmic axis."""
-    if n <= _POINTS:
-        return np.arange(n)
-    return np.unique(np.geomspace(1, n, _POINTS).astype(np.int64)) - 1
 
 
 def _finish(axes: Any, title: str, x: str, y: str) -> None:
@@ -160,7 +135,5 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x, color=_INK)
     axes.set_ylabel(y, color=_INK)
     axes.tick_params(colors=_INK, which="both")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_INK)

@@ -20,15 +20,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from sparsejax import _arguments
-from sparsejax.viz import _hlo
 
 
-_CALL = "sparsejax.viz.wire_bytes"
 _KINDS = (
     "all-reduce",
     "all-gather",
@@ -126,8 +124,8 @@ def wire_bytes(
       `.collectives` a tuple of records.
 
     Raises:
-      TypeError: `compiled` is not a compiled program, or `loop_trips` not an int.
-      ValueError: the text is not an optimized HLO module, or `loop_trips` is negative.
+      ValueError: `compiled` is not a compiled program or the text of one, or
+        `loop_trips` is negative.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -146,92 +144,118 @@ def wire_bytes(
       R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
       operations in MPICH", 2005; NVIDIA, nccl-tests, "bus bandwidth".
     """
-    loop_trips = _arguments.static_int("loop_trips", loop_trips)
+    if loop_trips < 0:
+        raise ValueError(f"wire_bytes: loop_trips must not be negative: {loop_trips}.")
     text: Any = compiled
-    if not isinstance(compiled, str):
-        text = compiled.as_text() if isinstance(compiled, jax.stages.Compiled) else None
-    if text is None:
-        raise _arguments.wrong_type(
-            _CALL,
-            "compiled",
-            "a compiled program or its text",
-            _arguments.kind_of(compiled),
-            "Pass jax.jit(f).lower(*args).compile(), or its .as_text().",
+    if isinstance(compiled, jax.stages.Compiled):
+        text = compiled.as_text()
+    if not isinstance(text, str) or not (program := _Program(text)).entries:
+        raise ValueError(
+            "wire_bytes: compiled must be a compiled program or its text, got "
+            f"{_arguments.kind_of(compiled)} without an ENTRY computation. Pass "
+            "jax.jit(f).lower(*args).compile(); the result of .lower() has no "
+            "collectives yet."
         )
-    module = _hlo.parse(text)
-    if not module.entries:
-        raise _arguments.wrong(
-            _CALL,
-            "compiled",
-            "the text of an optimized HLO module",
-            "text without an ENTRY computation",
-            (
-                "Pass jax.jit(f).lower(*args).compile(); the result of .lower() "
-                "has no collectives yet."
-            ),
-        )
-    walk = _Walk(module, loop_trips, branch)
     counted: collections.Counter[Collective] = collections.Counter()
-    for entry in module.entries:
-        for record in walk.run(entry):
+    for entry in program.entries:
+        for record in program.run(entry, loop_trips, branch):
             counted[dataclasses.replace(record, times=1)] += record.times
     found = [dataclasses.replace(c, times=n) for c, n in counted.items() if n]
     return WireBytes(tuple(sorted(found, key=lambda c: -c.total)))
 
 
-# ------------------------------------------------------------------ counting
+# ------------------------------------------------------------------ the program
+
+# A program is an HLO module: computations of instructions, one a line, and an entry. A
+# fusion, a loop or a branch refers to other computations by name.
+
+_NAME = r"%?([\w.\-]+)"
+_HEADER = re.compile(rf"^\s*(ENTRY\s+)?{_NAME}\s*(?:\(.*)?\{{\s*$")
+_LINE = re.compile(rf"^\s*(?:ROOT\s+)?{_NAME} = (.*)$")
+_CALLED = re.compile(
+    r"\b(to_apply|calls|body|condition|true_computation|false_computation|"
+    r"branch_computations|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
+)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Walk:
-    """Follows a program through its loops, branches and calls."""
+class _Instruction(NamedTuple):
+    """One line, `name = shape opcode(operands), attributes`; a shape may be a tuple."""
 
-    module: _hlo.Module
-    loop_trips: int
-    branch: Callable[[Sequence[int]], int]
+    opcode: str
+    shape: str
+    attributes: str
 
-    def run(self, name: str) -> list[Collective]:
-        """The collectives in one run of a computation."""
+    def called(self) -> list[tuple[str, str]]:
+        """`(attribute, computation)` for each computation that it refers to."""
+        return [
+            (attribute, name.strip().lstrip("%"))
+            for attribute, names in _CALLED.findall(self.attributes)
+            for name in names.strip("{}").split(",")
+        ]
+
+
+class _Program:
+    """The computations of a module by name, and the names of its entries."""
+
+    def __init__(self, text: str):
+        head = re.search(r"^HloModule .*$", text, re.MULTILINE)
+        counts = r"\b(?:replica_count|num_partitions)=(\d+)"
+        found = re.findall(counts, head[0]) if head else []
+        self.num_devices = math.prod(map(int, found[:2]))
+        self.entries: list[str] = []
+        self.computations: dict[str, list[_Instruction]] = {}
+        inside: list[_Instruction] = []
+        for line in text.splitlines():
+            if match := _LINE.match(line):
+                shape, rest = _until_closed(match[2], " ")
+                opcode, _, rest = rest.strip().partition("(")
+                _, attributes = _until_closed("(" + rest, "")  # without the operands
+                inside.append(_Instruction(opcode, shape, attributes))
+            elif match := _HEADER.match(line):
+                inside = self.computations.setdefault(match[2], [])
+                self.entries += [match[2]] if match[1] else []
+
+    def run(
+        self, name: str, loop_trips: int, branch: Callable[[Sequence[int]], int]
+    ) -> list[Collective]:
+        """The collectives in one run of a computation: its loops, branches, calls."""
         found: list[Collective] = []
-        for instruction in self.module.computations.get(name, ()):
-            found += self._one(instruction)
+        for instruction in self.computations.get(name, ()):
+            opcode, _, attributes = instruction
+            if opcode.endswith(("-done", "-update")):  # counted at its start
+                continue
+            called = instruction.called()
+            kind = opcode.removesuffix("-start")
+            wrapped = opcode != kind and any(a == "calls" for a, _ in called)
+            if kind in _KINDS and not wrapped:
+                found.append(_collective(kind, instruction, self.num_devices))
+                continue
+            runs = [self.run(inner, loop_trips, branch) for _, inner in called]
+            if opcode == "while":
+                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
+                trips = int(known[1]) if known else loop_trips
+                times = {"body": trips, "condition": trips + 1}
+                runs = [
+                    [dataclasses.replace(c, times=c.times * times[a]) for c in run]
+                    for (a, _), run in zip(called, runs)
+                    if a in times
+                ]
+            elif opcode == "conditional" and runs:
+                totals = [sum(c.total for c in run) for run in runs]
+                runs = [runs[totals.index(branch(totals))]]
+            found += [c for run in runs for c in run]
         return found
 
-    def _one(self, instruction: _hlo.Instruction) -> list[Collective]:
-        opcode, rest = instruction.opcode, instruction.rest
-        if opcode.endswith(("-done", "-update")):  # counted at its start
-            return []
-        called = list(instruction.called())
-        kind = opcode.removesuffix("-start")
-        wrapped = opcode != kind and any(a == "calls" for a, _ in called)
-        if kind in _KINDS and not wrapped:
-            return [_collective(kind, instruction, self.module.num_devices)]
-        if opcode == "while":
-            known = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
-            turns = int(known[1]) if known else self.loop_trips
-            runs = {"body": turns, "condition": turns + 1}
-            return [
-                dataclasses.replace(c, times=c.times * runs[attribute])
-                for attribute, name in called
-                if attribute in runs
-                for c in self.run(name)
-            ]
-        runs = [self.run(name) for _, name in called]
-        if opcode == "conditional" and runs:
-            totals = [sum(c.total for c in run) for run in runs]
-            return runs[totals.index(self.branch(totals))]
-        return [c for run in runs for c in run]
 
-
-def _collective(
-    kind: str, instruction: _hlo.Instruction, num_devices: int
-) -> Collective:
+def _collective(kind: str, instruction: _Instruction, num_devices: int) -> Collective:
     shape = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", instruction.shape)  # layouts, comments
     started = instruction.opcode.endswith("-start") and kind != "all-reduce"
     if started and shape.startswith("("):
-        shape = _hlo.split_tuple(shape)[1]  # (operand, result, ...)
-    size = _hlo.num_bytes(shape)
-    g = _group_size(instruction.rest, num_devices)
+        shape = _split_tuple(shape)[1]  # (operand, result, ...)
+    arrays = _ARRAY.findall(shape)
+    size = sum(_num_bytes(*array) for array in arrays)
+    g = _group_size(instruction.attributes, num_devices)
     if kind == "all-reduce":
         sent = -(-2 * size * (g - 1) // g)
     elif kind == "reduce-scatter":
@@ -240,25 +264,57 @@ def _collective(
         sent = size
     else:
         sent = -(-size * (g - 1) // g)
-    return Collective(kind, _short(shape), g, sent, 1, instruction.op_name())
+    counts = collections.Counter(f"{dtype}[{dims}]" for dtype, dims in arrays)
+    short = " + ".join(f"{n} x {s}" if n > 1 else s for s, n in counts.items())
+    made_by = re.search(r'op_name="((?:[^"\\]|\\.)*)"', instruction.attributes)
+    name = re.sub(r"\\(.)", r"\1", made_by[1]) if made_by else ""
+    return Collective(kind, short, g, sent, 1, name)
 
 
-def _short(shape: str) -> str:
-    """Equal arrays in a tuple as `4 x f32[8]`, different ones as `f32[8] + f32[3]`."""
-    counts = collections.Counter(
-        f"{dtype}[{dims}]" for dtype, dims in _hlo.arrays(shape)
-    )
-    return " + ".join(f"{n} x {s}" if n > 1 else s for s, n in counts.items())
+def _num_bytes(dtype: str, dims: str) -> int:
+    bits = re.match(r"[a-z]+(\d+)", dtype)
+    width = 8 if dtype == "pred" else int(bits[1]) if bits else 0
+    count = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+    return -(-count * width // 8)
 
 
-def _group_size(rest: str, num_devices: int) -> int:
+def _group_size(attributes: str, num_devices: int) -> int:
     """How many devices exchange: HLO writes groups as lists, as an iota, or as axes."""
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=", rest):
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=", attributes):
         return int(match[1].split(",")[-1])
-    if match := re.search(r"replica_groups=mesh\[(.*?)\][^{]*\{([^{}]*)\}", rest):
+    axes = r"replica_groups=mesh\[(.*?)\][^{]*\{([^{}]*)\}"
+    if match := re.search(axes, attributes):
         sizes = {name: int(n) for name, n in re.findall(r"'(.*?)'=(\d+)", match[1])}
-        axes = re.findall(r"'(.*?)'(?::\(\d+\)(\d+))?", match[2])
-        return math.prod(int(part) if part else sizes[name] for name, part in axes)
-    if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", rest):
+        parts = re.findall(r"'(.*?)'(?::\(\d+\)(\d+))?", match[2])
+        return math.prod(int(part) if part else sizes[name] for name, part in parts)
+    if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes):
         return max(len(group.split(",")) for group in match[1].strip("{}").split("},{"))
     return num_devices
+
+
+def _until_closed(text: str, end: str) -> tuple[str, str]:
+    """`text` up to the parenthesis that closes its first one, and the rest of it.
+
+    Without a parenthesis at its start, up to `end`.
+    """
+    if not text.startswith("("):
+        first, _, rest = text.partition(end)
+        return first, rest
+    depth = 0
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return text[: match.end()], text[match.end() :]
+    return text, ""
+
+
+def _split_tuple(shape: str) -> list[str]:
+    """The members of a tuple shape."""
+    parts, depth = [""], 0
+    for letter in shape[1:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]

@@ -322,7 +322,7 @@ def devices() -> None:
     print(sj.parallel.plan({"items": table}, mesh, {"items": 2}))
 
 
-# ------------------------------------------------------------------ desc and viz
+# ------------------------------------------------------------------ desc
 
 
 def description(params: Params, batch: Batch) -> None:
@@ -331,8 +331,6 @@ def description(params: Params, batch: Batch) -> None:
         assert_type(sj.desc.to_bytes(desc), bytes)
     found = sj.desc.infer(loss_fn, params, batch)
     assert_type(found.gradients, list[sj.desc.VarDesc])
-    diff = sj.viz.compare(loss_fn, params, batch)
-    assert_type(diff.summary(), str)
 
 
 def main(folder: pathlib.Path) -> None:

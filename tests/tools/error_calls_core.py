@@ -1043,15 +1043,9 @@ sj.desc.describe(tree, ["x"])
 
 sj.desc.describe(tree, ["x", "x"])
 
-sj.desc.to_bytes(sj.desc.describe(grad))
-
 sj.desc.to_bytes(sj.desc.VarDesc("x", "TABLE", "float32", (6, 2)))
 
 sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "int4", (6, 2)))
-
-sj.desc.to_bytes(sj.desc.VarDesc("x", "LOD_TENSOR", "float32", ("a",)))
-
-sj.desc.from_bytes("x")
 
 sj.desc.from_bytes(b"")
 
@@ -1134,8 +1128,6 @@ sj.optim.reset_rows(optax.scale_by_lbfgs(), (), params, rows)
         "Pictures",
         "ids = np.arange(6).reshape(2, 3)",
         """
-sj.viz.rows_touched(ids, 9.0)
-
 sj.viz.rows_touched(3, 9)
 
 sj.viz.rows_touched([], 9)
