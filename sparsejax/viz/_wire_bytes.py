@@ -18,6 +18,7 @@ Operands are padded buffers of static size, so empty slots are sent too.
 import collections
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -144,7 +145,7 @@ def wire_bytes(
       R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication
       operations in MPICH", 2005; NVIDIA, nccl-tests, "bus bandwidth".
     """
-    if loop_trips < 0:
+    if operator.index(loop_trips) < 0:
         raise ValueError(f"wire_bytes: loop_trips must not be negative: {loop_trips}.")
     text: Any = compiled
     if isinstance(compiled, jax.stages.Compiled):
