@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._arguments import PyTree
-from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._rows import indexing, is_selected_rows
 
 
 def global_norm(tree: PyTree) -> jax.Array:
@@ -24,10 +24,8 @@ def global_norm(tree: PyTree) -> jax.Array:
 
     Returns:
       A scalar, equal to `optax.tree.norm` of the tree with each SelectedRows as
-      `.to_dense()`; 0 for a tree without leaves.
-
-    Raises:
-      TypeError: the rows of a SelectedRows are not integers.
+      `.to_dense()`, but of float32 for narrower leaves, whose squares would overflow; 0
+      for a tree without leaves.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -46,12 +44,8 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def _merged(leaf: Any) -> jax.Array:
-    if not isinstance(leaf, SelectedRows):
-        return leaf
-    if not jnp.issubdtype(leaf.rows.dtype, jnp.integer):
-        raise TypeError(
-            "sparsejax.optim.global_norm: the rows of a SelectedRows must be integers, "
-            f"got {leaf.rows.dtype}. Probably jax.tree.map changed them: use "
-            "SelectedRows.map to change only the values."
-        )
-    return leaf.coalesce().values  # zeros in its empty slots
+    if not is_selected_rows(leaf):
+        leaf = jnp.asarray(leaf)
+    wide = leaf.astype(indexing.accumulator_dtype(leaf.dtype))
+    # The values of empty slots are zeros.
+    return wide.coalesce().values if is_selected_rows(wide) else wide

@@ -199,35 +199,60 @@ def add_as_two(total: jax.Array, x: jax.Array) -> jax.Array:
     return jnp.stack([new, low - (new - rounded)])
 
 
-# ------------------------------------------------------------------ own states
+# ------------------------------------------------------------------ missed steps
 
 
-def find_states(call: str, state: Any, kind: type, maker: str) -> tuple[list[Any], Any]:
-    """Flattens `state` into leaves and states of a kind, wherever these are.
+def catch_up(
+    call: str,
+    maker: str,
+    kind: type,
+    fields: Sequence[str],
+    rule: Callable,
+    params: Any,
+    state: Any,
+) -> tuple[Any, Any]:
+    """Gives rows what they missed, at each state of a kind anywhere in `state`.
 
     Args:
       call: the public name, for messages.
-      state: the whole state of an optimizer.
+      maker: the function of `sparsejax.optim` that makes the states.
       kind: the type of the states.
-      maker: the function of `sparsejax.optim` that makes them.
+      fields: of a state, which are trees like the parameters.
+      rule: `(leaf number, state, w, *fields of the leaf) -> (w, *fields)`.
+      params: all parameters that the optimizer trains.
+      state: its whole state.
 
     Returns:
-      Leaves and structure.
-
-    Raises:
-      ValueError: `state` has none.
+      The new parameters and state.
     """
+    given = params, state
+    params, state = map(trees.without_variables, given)
     is_ours = lambda x: isinstance(x, kind)
-    nodes, treedef = jax.tree.flatten(state, is_leaf=is_ours)
+    nodes, state_treedef = jax.tree.flatten(state, is_leaf=is_ours)
     if not any(map(is_ours, nodes)):
         raise ValueError(
             f"{call}: state must contain the state of sparsejax.optim.{maker}. Pass "
             f"the whole state of an optimizer that has {maker} in its chain."
         )
-    return nodes, treedef
+    weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
+    for k, node in enumerate(nodes):
+        if not is_ours(node):
+            continue
+        columns = [getattr(node, field) for field in fields]
+        _check_same_tree(call, params, columns[0])
+        columns = [treedef.flatten_up_to(column) for column in columns]
+        for i, row in enumerate(zip(*columns)):
+            if not trees.is_none_or_masked(row[0]):
+                weights[i], *row = rule(i, node, jnp.asarray(weights[i]), *row)
+                for column, new in zip(columns, row):
+                    column[i] = new
+        new = dict(zip(fields, map(treedef.unflatten, columns)))
+        nodes[k] = node._replace(**new)
+    new = treedef.unflatten(weights), state_treedef.unflatten(nodes)
+    return trees.in_structure_of(given, new)
 
 
-def check_same_tree(call: str, params: Any, tree: Any) -> None:
+def _check_same_tree(call: str, params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
     structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
     if len(set(structures)) > 1:

@@ -5,9 +5,10 @@ that no step touches keeps its weights w, and then k steps have a closed form:
 
   a_{t+k} = d^k a_t + (1 - d^k) w
 
-So the state has the average of each row as of the step t that touched it last, and
-that step. The update of a row first makes up for the steps it missed, with the weights
-that it had all the while; reading does the same for the steps since.
+So the state has, for each row, the average up to the step before the last one that
+touched it, and the number of that step. The next update of the row sees its weights,
+which it has had since then, and adds all these steps; reading does the same. No update
+is needed for this, so `ema` can be anywhere in a chain.
 
 Averages are kept with the bias correction in them, `a_t / (1 - d^t)`: the average of a
 row that was never touched is then its weights, whatever is in the state.
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree, Scalar
 from sparsejax._rows import indexing
-from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
@@ -40,8 +41,8 @@ class EmaState(NamedTuple):
       count: int32, the number of steps.
       log_decay: the logarithm of `decay`.
       debias: 1 if averages are bias-corrected, else 0.
-      average: for each leaf its average as of the row's last touch, `[V, ...]`.
-      last: for each row the step that touched it last, int32 `[V]`.
+      average: for each leaf its average over the steps in `last`, `[V, ...]`.
+      last: for each row how many steps are in its average, int32 `[V]`.
     """
 
     count: Any
@@ -56,9 +57,8 @@ def ema(
 ) -> optax.GradientTransformationExtraArgs:
     """Exponential moving average of the parameters, at the cost of the rows touched.
 
-    It averages parameters; `optax.ema` averages updates.
-    Put it last in a chain: updates pass through unchanged, and the weights that they
-    give are averaged. With w_t the parameters after step t,
+    It averages parameters; `optax.ema` averages updates. Updates pass through
+    unchanged. With w_t the parameters after step t,
 
       a_t = decay * a_{t-1} + (1 - decay) * w_t,    a_0 = 0
 
@@ -68,11 +68,10 @@ def ema(
     `ema_params` adds what they missed when it reads them, in closed form, since their
     weights stayed as they were.
 
-    It accepts dense and SelectedRows updates, alone or inside
-    `lazy(optax.chain(...))`; inside, a step reads and writes tables and averages in one
-    pass. A change of the parameters that is not an update of this chain (a new value
-    assigned to a row, `flush_weight_decay`) counts as if the row had had it since its
-    last update. Use `optax.masked` to average some parameters only.
+    It accepts dense and SelectedRows updates, alone or anywhere inside
+    `lazy(optax.chain(...))`. A change of a row at a step that does not touch it counts
+    as if the row had had the new value since its last update. Use `optax.masked` to
+    average some parameters only.
 
     Args:
       decay: number in [0, 1), the weight of the past; 0.999 averages over about 1,000
@@ -124,21 +123,17 @@ def ema(
         return EmaState(jnp.zeros((), jnp.int32), log_decay, corrected, average, last)
 
     def update(updates, state, params=None):
-        checks.require_params(CALL, params, "it averages what the updates make of them")
-        count = optax.safe_increment(state.count)
+        checks.require_params(CALL, params, "it averages the parameters")
         log_decay = base.like(base.log(decay), state.log_decay)
 
         def rule(u, average, last, w):
-            dtype = indexing.promote(u.dtype, w.dtype)
-            new = (w.astype(dtype) + u.astype(dtype)).astype(w.dtype)
-            caught_up = _after(average, last, state.count, w, log_decay, debias)
-            # One step more, with the new weights.
-            kept = _kept(state.count, count, log_decay, debias)
-            mean = kept * caught_up + (1 - kept) * new.astype(kept.dtype)
-            return u, mean.astype(average.dtype), jnp.broadcast_to(count, last.shape)
+            new = _after(average, last, state.count, w, log_decay, debias)
+            now = jnp.broadcast_to(state.count, last.shape)
+            return u, new.astype(average.dtype), now
 
         states = state.average, state.last
         updates, average, last = base.map_leaves(rule, updates, states, params)
+        count = optax.safe_increment(state.count)
         corrected = base.like(debias, state.debias)
         return updates, EmaState(count, log_decay, corrected, average, last)
 
@@ -176,29 +171,20 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
     References:
       TensorFlow, `ExponentialMovingAverage.average`; `optax.ema`.
     """
-    given = params
-    params, state = map(trees.without_variables, (params, state))
-    nodes, _ = base.find_states(READ, state, EmaState, "ema")
-    weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
-    result, averaged = list(weights), set()
-    for node in nodes:
-        if not isinstance(node, EmaState):
-            continue
-        base.check_same_tree(READ, params, node.last)
-        columns = map(treedef.flatten_up_to, (node.average, node.last))
-        for i, (w, average, last) in enumerate(zip(weights, *columns)):
-            if trees.is_none_or_masked(last):
-                continue
-            if i in averaged:
-                raise ValueError(
-                    f"{READ}: state contains two states of sparsejax.optim.ema for "
-                    "one parameter. Pass the part of the state that has one of them."
-                )
-            averaged.add(i)
-            w = jnp.asarray(w)
-            mean = _after(average, last, node.count, w, node.log_decay, node.debias)
-            result[i] = mean.astype(w.dtype)
-    return trees.in_structure_of(given, treedef.unflatten(result))
+    averaged = set()
+
+    def read(i, node, w, average, last):
+        if i in averaged:
+            raise ValueError(
+                f"{READ}: state contains two states of sparsejax.optim.ema for one "
+                "parameter. Pass the part of the state that has one of them."
+            )
+        averaged.add(i)
+        mean = _after(average, last, node.count, w, node.log_decay, node.debias)
+        return mean.astype(w.dtype), average, last
+
+    fields = "average", "last"
+    return base.catch_up(READ, "ema", EmaState, fields, read, params, state)[0]
 
 
 def _after(

@@ -26,7 +26,7 @@ import optax
 
 from sparsejax._arguments import PyTree, Scalar
 from sparsejax._rows import indexing
-from sparsejax.optim import _checks as checks, _trees as trees
+from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
@@ -168,25 +168,18 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
     References:
       FBGEMM, `flush`.
     """
-    given = params, state
-    params, state = map(trees.without_variables, given)
-    nodes, treedef = base.find_states(FLUSH, state, WeightDecayState, "weight_decay")
-    weights, params_treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
-    for k, node in enumerate(nodes):
-        if not isinstance(node, WeightDecayState):
-            continue
-        base.check_same_tree(FLUSH, params, node.decayed)
-        decayed = params_treedef.flatten_up_to(node.decayed)
-        for i, (w, rows) in enumerate(zip(weights, decayed)):
-            if trees.is_none_or_masked(rows):  # not decayed
-                continue
-            wide = jnp.asarray(w).astype(indexing.accumulator_dtype(w.dtype))
-            lost = _missed(node.log_decay, rows, wide).astype(wide.dtype) * wide
-            weights[i] = (wide + lost).astype(w.dtype)
-            decayed[i] = jnp.broadcast_to(node.log_decay, rows.shape)
-        nodes[k] = node._replace(decayed=params_treedef.unflatten(decayed))
-    new = params_treedef.unflatten(weights), treedef.unflatten(nodes)
-    return trees.in_structure_of(given, new)
+
+    def decay(i, node, w, decayed):
+        del i
+        wide = w.astype(indexing.accumulator_dtype(w.dtype))
+        lost = _missed(node.log_decay, decayed, wide).astype(wide.dtype) * wide
+        now = jnp.broadcast_to(node.log_decay, decayed.shape)
+        return (wide + lost).astype(w.dtype), now
+
+    fields = ("decayed",)
+    return base.catch_up(
+        FLUSH, "weight_decay", WeightDecayState, fields, decay, params, state
+    )
 
 
 def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.Array:
