@@ -6,7 +6,6 @@ else runs between them: after a dense step, which walks all of a large table, a 
 one would find less of the table in the caches than it does in a training loop.
 
     python -m benchmarks flat --check
-    python -m benchmarks flat --small-pages
 
 Adam with 10^7 rows of 64 numbers takes 8 GB.
 """

@@ -107,11 +107,6 @@ from sparsejax._segments.pack import (
     pack_segments as pack_segments,
     unpack_segments as unpack_segments,
 )
-from sparsejax._segments.reduce.counts import (
-    segment_all as segment_all,
-    segment_any as segment_any,
-    segment_count as segment_count,
-)
 from sparsejax._segments.reduce.cumulative import segment_cumsum as segment_cumsum
 from sparsejax._segments.reduce.exponentials import (
     segment_log_softmax as segment_log_softmax,
@@ -124,6 +119,7 @@ from sparsejax._segments.reduce.extremes import (
     segment_argmin as segment_argmin,
     segment_max as segment_max,
     segment_min as segment_min,
+    segment_top_k as segment_top_k,
 )
 from sparsejax._segments.reduce.moments import (
     segment_normalize as segment_normalize,
@@ -131,12 +127,14 @@ from sparsejax._segments.reduce.moments import (
     segment_var as segment_var,
 )
 from sparsejax._segments.reduce.sums import (
+    segment_all as segment_all,
+    segment_any as segment_any,
+    segment_count as segment_count,
     segment_mean as segment_mean,
     segment_prod as segment_prod,
     segment_sqrtn as segment_sqrtn,
     segment_sum as segment_sum,
 )
-from sparsejax._segments.reduce.top_k import segment_top_k as segment_top_k
 from sparsejax._segments.unique import partition as partition, unique as unique
 from sparsejax.nn._block import NotPulledError as NotPulledError
 from sparsejax.transform import (

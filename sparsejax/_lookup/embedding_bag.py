@@ -36,7 +36,7 @@ from sparsejax._rows import (
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
 from sparsejax._segments.reduce.extremes import segment_max, segment_min
-from sparsejax._segments.reduce.segments import Segments, over_segments
+from sparsejax._segments.reduce.segments import Segments, check_arguments
 
 
 _SUMS = ("sum", "mean", "sqrtn")
@@ -134,66 +134,66 @@ def embedding_bag(
     max_norm = lookup.check_max_norm(max_norm, table.dtype)
     combiner = check_combiner(combiner)
     _check_combiner_fits(combiner, weights, table)
-
-    def reduce(table, weights, ids, segments: Segments | None, skip=None) -> jax.Array:
-        w = None if weights is None else _as_weights(weights, ids, table.dtype)
-        ids = _arguments.as_ids(ids, table.shape[0])
-        if segments is not None:
-            skip = ~segments.inside if skip is None else skip | ~segments.inside
-        if w is not None and skip is not None:
-            w = indexing.zero_unless(~skip, w)  # w may be inf, and 0 * inf is NaN
-        if isinstance(table, RowTable):
-            pair = None if segments is None else (segments.ids, segments.count)
-            how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
-            return reduce_row_table(table, ids, skip, w, pair, **how)
-        bags = _Bags(ids, skip, w, segments)
-        fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
-        fuses &= max_norm is None
-        if fuses and not isinstance(table, SelectedRows):
-            total = _fused_sum(table, bags, mode)
-            return _divide(total, bags, combiner).astype(table.dtype)
-        rows = lookup.read(table, ids, skip, mode)
-        if max_norm is not None:
-            rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
-        return _reduce_rows(rows, bags, combiner)
-
-    if isinstance(ids, SegmentTensor):
-        if not hasattr(ids.values, "dtype"):
-            raise TypeError(
-                "the values of the SegmentTensor must be one array of ids, got "
-                f"{_arguments.kind_of(ids.values)}. Pass one of its arrays as "
-                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). If "
-                "its values are a SegmentTensor, pass embedding_bag(table, "
-                "st.values), which has one bag per inner segment."
-            )
-    elif isinstance(ids, (list, tuple)):
-        lengths = {len(x) for x in ids if isinstance(x, (list, tuple))}
-        if len(lengths) > 1:
-            raise TypeError(
-                "ids must be an array, got lists of different lengths. Convert them: "
-                "embedding_bag(table, SegmentTensor.from_lists(ids))."
-            )
-    given = ids.values if isinstance(ids, SegmentTensor) else ids
-    given = _arguments.as_integers(given)
+    is_tensor = isinstance(ids, SegmentTensor)
+    _check_ids(ids)
+    given = _arguments.as_integers(ids.values if is_tensor else ids)
     padding = lookup.padding_mask(given, padding_id)
-    masks = [] if padding is None else [padding]
-    data: Any = ids
-    if not isinstance(ids, SegmentTensor):
-        data = _arguments.saturate(given)
-        if segment_ids is None or given.ndim != 1:
-            read = functools.partial(_padded, reduce, segment_ids, num_segments)
-            ndim = given.ndim - (combiner != "none")
-            args = table, data, weights, *masks
-            return indexing.sharded_like_ids(read, *args, ndim=ndim)
-    return over_segments(
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        functools.partial(reduce, table, weights),
-        *masks,
-        name="ids",
-    )
+    w = None if weights is None else _as_weights(weights, given, table.dtype)
+    reduce = functools.partial(_reduce, combiner, mode, max_norm)
+    if is_tensor or (segment_ids is not None and given.ndim == 1):
+        _, segments = check_arguments(
+            ids if is_tensor else _arguments.saturate(given),
+            segment_ids,
+            num_segments,
+            indices_are_sorted,
+            name="ids",
+        )
+        return reduce(table, _arguments.saturate(given), w, padding, segments)
+    _check_padded(given, segment_ids, num_segments)
+
+    def reduce_padded(table, ids, *rest):
+        flat = [
+            None if x is None else indexing.merge_axes(x, ids.ndim - 1)
+            for x in (ids, *rest)
+        ]
+        lead = ids.shape if combiner == "none" else ids.shape[:-1]
+        return reduce(table, *flat, None).reshape(*lead, *table.shape[1:])
+
+    ndim = given.ndim - (combiner != "none")
+    args = table, _arguments.saturate(given), w, padding
+    return indexing.sharded_like_ids(reduce_padded, *args, ndim=ndim)
+
+
+def _reduce(
+    combiner: str,
+    mode: str,
+    max_norm: float | None,
+    table: Any,
+    ids: Any,
+    weights: jax.Array | None,
+    padding: jax.Array | None,
+    segments: Segments | None,
+) -> jax.Array:
+    """Reduces bags `[B, L]`, or bags `[n]` of `segments`."""
+    ids = _arguments.as_ids(ids, table.shape[0])
+    skip = padding
+    if segments is not None:
+        skip = ~segments.inside if skip is None else skip | ~segments.inside
+    if weights is not None and skip is not None:
+        weights = indexing.zero_unless(~skip, weights)  # may be inf, and 0 * inf is NaN
+    if isinstance(table, RowTable):
+        pair = None if segments is None else (segments.ids, segments.count)
+        how = dict(combiner=combiner, mode=mode, max_norm=max_norm)
+        return reduce_row_table(table, ids, skip, weights, pair, **how)
+    bags = _Bags(ids, skip, weights, segments)
+    fuses = combiner in _SUMS and jnp.issubdtype(table.dtype, jnp.floating)
+    if fuses and max_norm is None and not isinstance(table, SelectedRows):
+        total = _fused_sum(table, bags, mode)
+        return _divide(total, bags, combiner).astype(table.dtype)
+    rows = lookup.read(table, ids, skip, mode)
+    if max_norm is not None:
+        rows = lookup.clip_rows(rows, max_norm, table.ndim - 1)
+    return _reduce_rows(rows, bags, combiner)
 
 
 # ------------------------------------------------------------------ arguments
@@ -234,12 +234,29 @@ class _Bags:
         return unit * arithmetic.root(self.total(x * x))
 
 
-def _padded(
-    reduce, segment_ids, num_segments, table, ids, weights, *masks
-) -> jax.Array:
-    """Returns `reduce` of padded ids, one bag per row."""
-    for name, given in (("segment_ids", segment_ids), ("num_segments", num_segments)):
-        if given is not None and ids.ndim > 1:
+def _check_ids(ids: Any) -> None:
+    """Raises for a tree of ids and for lists of different lengths."""
+    if isinstance(ids, SegmentTensor):
+        if not hasattr(ids.values, "dtype"):
+            raise TypeError(
+                "The values of the SegmentTensor must be one array of ids, got "
+                f"{_arguments.kind_of(ids.values)}. Pass one of its arrays as "
+                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). If "
+                "its values are a SegmentTensor, pass embedding_bag(table, st.values), "
+                "which has one bag per inner segment."
+            )
+    elif isinstance(ids, (list, tuple)):
+        if len({len(x) for x in ids if isinstance(x, (list, tuple))}) > 1:
+            raise TypeError(
+                "ids must be an array, got lists of different lengths. Convert them: "
+                "embedding_bag(table, SegmentTensor.from_lists(ids))."
+            )
+
+
+def _check_padded(ids: Any, segment_ids: Any, num_segments: Any) -> None:
+    """Raises unless `ids` are padded, and nothing else says which bags there are."""
+    for name, value in (("segment_ids", segment_ids), ("num_segments", num_segments)):
+        if value is not None and ids.ndim > 1:
             raise ValueError(
                 f"{name} must be left out for ids of shape {ids.shape}, which are one "
                 "bag per row. Leave it out, or pass ids [n] with segment_ids."
@@ -250,10 +267,6 @@ def _padded(
             "segment_ids and num_segments, a SegmentTensor, or ids padded to [B, L], "
             "one bag per row."
         )
-    flat = lambda x: indexing.merge_axes(x, ids.ndim - 1)
-    out = reduce(table, weights, flat(ids), None, *map(flat, masks))
-    lead = ids.shape if out.ndim > table.ndim else ids.shape[:-1]
-    return out.reshape(*lead, *table.shape[1:])
 
 
 def check_combiner(combiner: Any) -> str:
@@ -289,8 +302,6 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
             "number per id."
         )
     weights = _arguments.to_array(weights, "weights")
-    if weights.size == ids.size and ids.ndim == 2 and weights.ndim > 2:
-        weights = weights.reshape(ids.shape)  # as the ids were
     if weights.shape != ids.shape:
         raise ValueError(
             f"weights must have the shape of ids, {ids.shape}, one number for each, "

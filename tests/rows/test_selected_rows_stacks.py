@@ -99,8 +99,8 @@ def test_refused():
         "embedding_bag": lambda g: sj.embedding_bag(g, jnp.array([[1]])),
         "dot": lambda g: sj.dot(sj.SegmentTensor.from_csr([0, 1], [1], [1.0]), g),
     }
-    for name, call in calls.items():
-        with pytest.raises(ValueError, match=f"{name}.*a stack.*unstacked"):
+    for call in calls.values():
+        with pytest.raises(ValueError, match="a stack.*unstacked"):
             call(_stack())
 
 

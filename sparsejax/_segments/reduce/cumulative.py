@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce.reduction import segment_reduction
-from sparsejax._segments.reduce.segments import Segments
+from sparsejax._segments.reduce.segments import Segments, segment_reduction
 
 
 @segment_reduction(kind="number", empty="0", per_element=True)

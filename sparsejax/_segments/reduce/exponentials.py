@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce.reduction import segment_reduction
-from sparsejax._segments.reduce.segments import Segments
+from sparsejax._segments.reduce.segments import Segments, segment_reduction
 
 
 # ------------------------------------------------------------------ public

@@ -1,4 +1,4 @@
-"""The largest and smallest element of each segment, and their positions.
+"""The largest and smallest elements of each segment, and their positions.
 
 NaN propagates as in `jnp.max` and `jnp.min`: a segment that contains a NaN gives NaN,
 and its NaN elements share the gradient.
@@ -7,6 +7,7 @@ and its NaN elements share the gradient.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,18 +16,14 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
-from sparsejax._segments.reduce.reduction import (
-    jax_segment_reduction,
-    segment_reduction,
-)
-from sparsejax._segments.reduce.segments import Segments
+from sparsejax._segments.reduce.cumulative import in_order
+from sparsejax._segments.reduce.segments import Segments, fill, segment_reduction
 
 
 # ------------------------------------------------------------------ public
 
 
-@jax_segment_reduction(
-    kind="any",
+@segment_reduction(
     empty="the smallest of data's dtype: `-inf`, the lowest integer, or False",
 )
 def segment_max(x: jax.Array, segments: Segments) -> jax.Array:
@@ -51,8 +48,7 @@ def segment_max(x: jax.Array, segments: Segments) -> jax.Array:
     return _extreme(x, "max", segments)
 
 
-@jax_segment_reduction(
-    kind="any",
+@segment_reduction(
     empty="the largest of data's dtype: `inf`, the highest integer, or True",
 )
 def segment_min(x: jax.Array, segments: Segments) -> jax.Array:
@@ -76,7 +72,7 @@ def segment_min(x: jax.Array, segments: Segments) -> jax.Array:
     return _extreme(x, "min", segments)
 
 
-@segment_reduction(kind="any", empty="n")
+@segment_reduction(empty="n")
 def segment_argmax(x: jax.Array, segments: Segments) -> jax.Array:
     """Position of the first largest element of each segment.
 
@@ -97,7 +93,7 @@ def segment_argmax(x: jax.Array, segments: Segments) -> jax.Array:
     return _position(x, "max", segments)
 
 
-@segment_reduction(kind="any", empty="n")
+@segment_reduction(empty="n")
 def segment_argmin(x: jax.Array, segments: Segments) -> jax.Array:
     """Position of the first smallest element of each segment.
 
@@ -116,6 +112,80 @@ def segment_argmin(x: jax.Array, segments: Segments) -> jax.Array:
       torch-scatter, `scatter_min` (its second result); NumPy, `argmin`.
     """
     return _position(x, "min", segments)
+
+
+@segment_reduction(empty="0, for slots beyond the last element")
+def segment_top_k(
+    x: jax.Array, segments: Segments, *, k: int, empty: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """The k largest elements of each segment, and their positions inside it.
+
+    `values[s, 0] >= values[s, 1] >= ...` are the largest elements of
+    `{data[i]: segment_ids[i] == s}`. Equal elements keep their order, and NaN counts as
+    the largest. The cost is k passes over the data.
+
+    Args:
+      k: int, the number of elements.
+
+    Returns:
+      `(values, positions)`, both `[num_segments, k, ...]`. `values` are of data's dtype
+      and differentiable; `positions` are int32, counted from 0 in each segment, and -1
+      beyond its last element. For a SegmentTensor with a tree of values, a tree of such
+      pairs.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> values, positions = sj.segment_top_k(
+      ...     jnp.array([1.0, 5.0, 3.0, 2.0]), jnp.array([0, 0, 0, 1]), k=2
+      ... )
+      >>> values
+      Array([[5., 3.],
+             [2., 0.]], dtype=float32)
+      >>> positions
+      Array([[ 1,  2],
+             [ 0, -1]], dtype=int32)
+
+    References:
+      Caffe2, `LengthsTopK`; `jax.lax.top_k`.
+    """
+    k = _arguments.static_int("k", k)
+    n, rest = x.shape[0], x.shape[1:]
+    columns = x.reshape(n, math.prod(rest))
+    fixed = lax.stop_gradient(columns)
+    lowest = jnp.array(identity("max", x.dtype), x.dtype)
+    place = lax.iota(jnp.int32, n)
+    none = _arguments.scalar(n, place)
+
+    def take(remaining, _):
+        """Takes the first of the largest remaining elements of each segment."""
+        top = segments.scatter("max", lowest, jnp.where(remaining, fixed, lowest))
+        largest = remaining & is_extreme(fixed, top, segments)
+        found = jnp.where(largest, place[:, None], none)
+        found = segments.scatter("min", none, found)
+        return remaining & (place[:, None] != segments.broadcast(found)), found
+
+    # Computed from the data: inside `shard_map` it must vary over the same axes.
+    members = segments.mask(jnp.ones_like(fixed, bool))
+    _, found = lax.scan(take, members, length=k)
+    found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]
+    is_there = found < n
+
+    values = jnp.zeros(found.shape, x.dtype)
+    if n:  # JAX cannot gather from an empty axis
+        column = lax.iota(jnp.int32, columns.shape[1])[None, None, :]
+        values = columns.at[found, column].get(mode="clip")
+        values = jnp.where(is_there, values, jnp.zeros((), x.dtype))
+    if empty is not None:
+        values = fill(values, ~is_there, empty)
+
+    # From positions in the data to positions in the segment.
+    order = in_order(segments)
+    ids = lax.iota(order.segments.ids.dtype, segments.count)
+    begin = indexing.search_sorted(order.segments.ids, ids)
+    inside = order.back(place - order.segments.broadcast(begin))
+    positions = jnp.where(is_there, indexing.take_rows(inside, found), -1)
+    shape = (segments.count, k, *rest)
+    return values.reshape(shape), positions.reshape(shape)
 
 
 # ------------------------------------------------------------------ private

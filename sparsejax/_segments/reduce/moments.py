@@ -6,23 +6,13 @@ precision.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax._arguments import ArrayLike
-from sparsejax._rows import arithmetic, indexing
-from sparsejax._segments import SegmentTensor
-from sparsejax._segments.reduce.reduction import segment_reduction
-from sparsejax._segments.reduce.segments import (
-    Segments,
-    as_floats,
-    fill_outside,
-    over_segments,
-)
+from sparsejax._rows import arithmetic
+from sparsejax._segments.reduce.segments import Segments, segment_reduction
 
 
 @segment_reduction(kind="real", empty="0")
@@ -72,34 +62,20 @@ def segment_std(x: jax.Array, segments: Segments) -> jax.Array:
     return unit * arithmetic.root(var)
 
 
+@segment_reduction(kind="real", empty="0", per_element=True)
 def segment_normalize(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    empty: ArrayLike | None = None,
-    eps: float = 1e-5,
-) -> Any:
+    x: jax.Array, segments: Segments, *, eps: float = 1e-5
+) -> jax.Array:
     """Normalises each segment to mean 0 and variance 1.
 
     `out[i] = (data[i] - mean[s]) / sqrt(max(var[s], eps))` with `s = segment_ids[i]`,
     and the mean and variance of the elements of segment s.
 
     Args:
-      data: `[n, ...]`, real numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
-      empty: scalar, the result for elements outside all segments; 0 by default.
       eps: positive number, a lower bound on the variance in the denominator.
 
     Returns:
       `[n, ...]`, an array of data's shape and dtype; float32 for integers.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`; TypeError also if `eps` is not a static
-        number, ValueError if it is not positive.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -113,18 +89,12 @@ def segment_normalize(
     if not is_number or not eps > 0:
         error = ValueError if is_number else TypeError
         raise error(f"eps must be a static, positive number, got {eps!r}.")
-
-    def normalize(x: jax.Array, segments: Segments) -> jax.Array:
-        centered, count = _centered(as_floats(x), segments)
-        # Small deviations stay as they are: `eps` is larger than their squares.
-        centered, unit = segments.in_units(centered, least=1)
-        var = arithmetic.safe_divide(segments.sum(centered * centered), count)
-        scale = lax.rsqrt(jnp.maximum(var, jnp.array(eps, var.dtype) / (unit * unit)))
-        out = centered * segments.broadcast(scale)
-        out = out.astype(indexing.float_dtype(x.dtype))
-        return fill_outside(out, segments, empty)
-
-    return over_segments(data, segment_ids, num_segments, indices_are_sorted, normalize)
+    centered, count = _centered(x, segments)
+    # Small deviations stay as they are: `eps` is larger than their squares.
+    centered, unit = segments.in_units(centered, least=1)
+    var = arithmetic.safe_divide(segments.sum(centered * centered), count)
+    scale = lax.rsqrt(jnp.maximum(var, jnp.array(eps, var.dtype) / (unit * unit)))
+    return centered * segments.broadcast(scale)
 
 
 # ------------------------------------------------------------------ private

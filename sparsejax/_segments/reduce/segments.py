@@ -1,8 +1,10 @@
-"""Shared by all `segment_*` functions: Segments, arguments and empty segments.
+"""Shared by all `segment_*` functions: Segments, arguments, and `segment_reduction`.
 
-The core of a `segment_*` function is a function `f(array, segments)`; `Segments` holds
-the segment of each element (first axis) of the array. `over_segments` checks the user's
-arguments once and calls `f` for the array, or for each array of a SegmentTensor.
+A file of this folder has functions `f(x, segments)` of one array; `Segments` holds the
+segment of each element (first axis) of the array. The decorator `segment_reduction`
+makes a public function of it: it adds the signature, the checks of arguments,
+SegmentTensors and their trees of values, the dtype of the computation, `empty`, and the
+docstring's Args and Raises.
 
 Invariant: an element whose id is outside `[0, count)` belongs to no segment, and its
 value may be anything, even NaN. A scatter drops it. Elementwise results that may be
@@ -10,9 +12,13 @@ differentiated are masked first (`Segments.mask`), since the gradient of a produ
 a dropped element is `0 * NaN`.
 """
 
+from __future__ import annotations
+
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +26,7 @@ import numpy as np
 from jax import lax
 
 from sparsejax import _arguments
+from sparsejax._arguments import ArrayLike
 from sparsejax._rows import arithmetic, indexing
 from sparsejax._segments import SegmentTensor, elements
 
@@ -97,38 +104,192 @@ class Segments:
         )
 
 
+# ------------------------------------------------------------------ public functions
+
+# By kind, the accepted data for the docstring.
+_DATA = {
+    "any": "`[n, ...]`, any dtype",
+    "bool": "bool `[n, ...]`",
+    "number": "`[n, ...]`, numbers",
+    "real": "`[n, ...]`, real numbers",
+}
+
+_ARGS = """Args:
+  data: {data}; or a SegmentTensor, which has its own
+    segments. Each array in its tree of values is reduced.
+  segment_ids: integers `[n]`, the segment of each element along data's first axis, in
+    any order. Elements whose id is outside `[0, num_segments)` belong to no segment.
+  num_segments: int, static. By default the largest id + 1, or 0 without ids; required
+    inside `jit`.
+  indices_are_sorted: bool, a promise that ids never decrease.
+{own}  empty: scalar, the result for {missing}.
+    By default {empty}.
+  unique_indices: bool, a promise that no two elements share a segment.
+  bucket_size: accepted for compatibility with `jax.ops.segment_sum`, ignored.
+  mode: as in `jax.ops.segment_sum`: with "clip", elements whose id is out of range go
+    to the first or the last segment; otherwise they are dropped.
+  out_sharding: the sharding of the result over a mesh of explicit axes
+    (`AxisType.Explicit`); required there if `data` or ids are sharded.
+
+"""
+
+_RAISES = """Raises:
+  TypeError: `data` is not an array or has another dtype, ids are not integers, or
+    another argument is not of the described type.
+  ValueError: shapes do not match, `num_segments` is missing inside `jit`, or ids are
+    given together with a SegmentTensor, or are missing without one.
+
+"""
+
+
+class SegmentReduction(Protocol):
+    """The signature of a `segment_*` function; some have `weights`, `k` or `eps`."""
+
+    def __call__(
+        self,
+        data: ArrayLike | SegmentTensor,
+        segment_ids: ArrayLike | None = None,
+        num_segments: int | None = None,
+        indices_are_sorted: bool = False,
+        *,
+        empty: ArrayLike | None = None,
+        unique_indices: bool = False,
+        bucket_size: int | None = None,
+        mode: str | jax.lax.GatherScatterMode | None = None,
+        out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
+        **own: Any,
+    ) -> Any: ...
+
+
+def segment_reduction(
+    *, empty: str, kind: str = "any", per_element: bool = False, maps: bool = True
+) -> Callable[[Callable[..., Any]], SegmentReduction]:
+    """Makes `f(x, segments, **own)` a public function.
+
+    Args:
+      empty: the default of `empty`, for the docstring. A function that has a parameter
+        of this name fills the gaps itself.
+      kind: of the accepted data: "any", "bool", "number" or "real". Numbers are cast to
+        the accumulator's dtype for `f`, real numbers to floats, and the result is cast
+        back.
+      per_element: whether `f` returns a result for each element, not for each segment.
+      maps: whether `f` is called for each array of a tree of values, or once.
+    """
+
+    def decorate(f: Callable[..., Any]) -> SegmentReduction:
+        names = list(inspect.signature(f).parameters)[2:]
+
+        @functools.wraps(f)
+        def public(
+            data,
+            segment_ids=None,
+            num_segments=None,
+            indices_are_sorted=False,
+            *,
+            empty=None,
+            unique_indices=False,
+            bucket_size=None,
+            mode=None,
+            out_sharding=None,
+            **own,
+        ):
+            del bucket_size
+            values, segments = check_arguments(
+                data,
+                segment_ids,
+                num_segments,
+                indices_are_sorted,
+                mode=mode,
+                unique_indices=unique_indices,
+            )
+            if "empty" in names:
+                own["empty"] = empty
+            weights = own.pop("weights", None) if "weights" in names else None
+            if weights is not None:
+                weights = {"weights": _arguments.to_array(weights, "weights")}
+
+            def reduce(x: Any, segments: Segments, weights: Any) -> Any:
+                x, dtype = _cast(x, kind)
+                out = f(x, segments, **(weights or {}), **own)
+                out = out if dtype is None else out.astype(dtype)
+                if empty is None or "empty" in names:
+                    return out
+                gaps = ~segments.inside if per_element else segments.lengths() == 0
+                return fill(out, gaps, empty)
+
+            if out_sharding is not None:  # it constrains the result, not the inside
+                auto: Any = jax.sharding.auto_axes
+                reduce = auto(reduce, out_sharding=out_sharding)
+            if not maps:
+                return reduce(None, segments, weights)
+            return _map_arrays(lambda x: reduce(x, segments, weights), values)
+
+        signature = inspect.signature(SegmentReduction.__call__)
+        common = list(signature.parameters.values())[1:-1]  # without self and own
+        extra = [p for n, p in inspect.signature(f).parameters.items() if n in names]
+        extra = [p.replace(kind=p.KEYWORD_ONLY) for p in extra if p.name != "empty"]
+        any_public: Any = public
+        any_public.__signature__ = signature.replace(parameters=[*common, *extra])
+        any_public.__doc__ = _docstring(f, kind, empty, per_element)
+        return any_public
+
+    return decorate
+
+
+def _cast(x: Any, kind: str) -> tuple[Any, Any]:
+    """Returns data for the mathematics, and the dtype of the result if it is cast."""
+    if kind == "bool" and x.dtype != jnp.bool_:
+        raise TypeError(
+            f"data must be boolean, got {x.dtype}. Compare first, as in data != 0."
+        )
+    if kind == "number":
+        check_numbers(x)
+        return x.astype(indexing.accumulator_dtype(x.dtype)), x.dtype
+    if kind == "real":
+        if jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"data must be real numbers, got {x.dtype}. Reduce .real and .imag "
+                "separately."
+            )
+        dtype = indexing.float_dtype(x.dtype)
+        return x.astype(indexing.accumulator_dtype(dtype)), dtype
+    return x, None
+
+
+def check_numbers(data: jax.Array) -> None:
+    """Raises a TypeError if `data` is boolean."""
+    if data.dtype == jnp.bool_:
+        raise TypeError(
+            "data must be numbers, got bool. Cast it with .astype(jnp.int32), or use "
+            "segment_any or segment_all."
+        )
+
+
+def _docstring(f: Any, kind: str, empty: str, per_element: bool) -> str:
+    """Returns the docstring of `f` with the sections that all functions share."""
+    head, returns, rest = inspect.cleandoc(f.__doc__ or "").partition("Returns:\n")
+    head, _, own = head.partition("Args:\n")
+    missing = "elements outside all segments" if per_element else "an empty segment"
+    data, own = _DATA[kind], own.rstrip() and f"{own.rstrip()}\n"
+    args = _ARGS.format(data=data, own=own, missing=missing, empty=empty)
+    rest, example, last = rest.partition("Example:\n")
+    return f"{head}{args}{returns}{rest}{_RAISES}{example}{last}"
+
+
 # ------------------------------------------------------------------ arguments
 
 
-def over_segments(
-    data: Any,
-    segment_ids: Any,
-    num_segments: Any,
-    indices_are_sorted: bool,
-    f: Callable[..., Any],
-    *arrays: jax.Array,
-    out_sharding: Any = None,
-    **options: Any,
-) -> Any:
-    """Calls `f(array, segments, *arrays)` for `data` or each array of its values."""
-    values, segments = check_arguments(
-        data, segment_ids, num_segments, indices_are_sorted, **options
-    )
+def _map_arrays(f: Callable[[jax.Array], Any], values: Any) -> Any:
+    """Calls `f` for each array of the values of a SegmentTensor, or for the data."""
 
     def one(path, x):
         if elements.is_nested(x):
             raise ValueError(
-                "the values of the SegmentTensor contain another SegmentTensor at "
+                "The values of the SegmentTensor contain another SegmentTensor at "
                 f"values{jax.tree_util.keystr(path)}. Reduce the inner one first: the "
                 "result has one row per element of the outer one."
             )
-        x = _as_data(x)
-        if out_sharding is None:
-            return f(x, segments, *arrays)
-
-        # Sharding types constrain the result only. XLA shards the inside.
-        auto: Any = jax.sharding.auto_axes(f, out_sharding=out_sharding)
-        return auto(x, segments, *arrays)
+        return f(as_data(x))
 
     return jax.tree_util.tree_map_with_path(one, values, is_leaf=elements.is_nested)
 
@@ -161,7 +322,7 @@ def check_arguments(
         return data.values, Segments(
             data.segment_ids, data.num_segments, is_sorted, is_unique
         )
-    data = _as_data(data)
+    data = as_data(data)
     if segment_ids is None:
         raise ValueError(
             "segment_ids is missing. Pass the segment id of each element, or a "
@@ -202,7 +363,7 @@ def check_arguments(
     return data, Segments(ids, count, is_sorted, is_unique)
 
 
-def _as_data(data: Any) -> jax.Array:
+def as_data(data: Any) -> jax.Array:
     try:
         data = jnp.asarray(data)
     except (OverflowError, TypeError, ValueError):
@@ -216,33 +377,6 @@ def _as_data(data: Any) -> jax.Array:
             "data must have at least one axis (the elements), got a scalar."
         )
     return data
-
-
-def check_booleans(data: jax.Array) -> None:
-    """Raises a TypeError unless `data` is boolean."""
-    if data.dtype != jnp.bool_:
-        raise TypeError(
-            f"data must be boolean, got {data.dtype}. Compare first, as in data != 0."
-        )
-
-
-def check_numbers(data: jax.Array) -> None:
-    """Raises a TypeError if `data` is boolean."""
-    if data.dtype == jnp.bool_:
-        raise TypeError(
-            "data must be numbers, got bool. Cast it with .astype(jnp.int32), or use "
-            "segment_any or segment_all."
-        )
-
-
-def as_floats(data: jax.Array) -> jax.Array:
-    """Returns `data` in the dtype of the computation; integers become float32."""
-    if jnp.issubdtype(data.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"data must be real numbers, got {data.dtype}. Reduce .real and .imag "
-            "separately."
-        )
-    return data.astype(indexing.float_accumulator_dtype(data.dtype))
 
 
 # ------------------------------------------------------------------ empty segments
@@ -262,17 +396,3 @@ def fill(out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
         )
     missing = indexing.append_axes(missing, out.ndim)
     return jnp.where(missing, value.astype(out.dtype), out)
-
-
-def fill_empty(out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
-    """Fills rows of empty segments with `empty`, if given."""
-    if empty is None:
-        return out
-    return fill(out, segments.lengths() == 0, empty)
-
-
-def fill_outside(out: jax.Array, segments: Segments, empty: Any) -> jax.Array:
-    """Fills rows of elements outside all segments with `empty`, if given."""
-    if empty is None:
-        return out
-    return fill(out, ~segments.inside, empty)

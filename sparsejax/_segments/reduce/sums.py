@@ -1,4 +1,4 @@
-"""Reductions that add or multiply the elements of each segment.
+"""Reductions that count, add or multiply the elements of each segment.
 
 An id outside `[0, num_segments)` is out of range: its element is dropped, even a NaN.
 """
@@ -10,72 +10,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._rows import arithmetic, indexing
-from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.cumulative import in_order
-from sparsejax._segments.reduce.reduction import jax_segment_reduction
 from sparsejax._segments.reduce.segments import (
     Segments,
     check_numbers,
     fill,
-    fill_empty,
-    over_segments,
+    segment_reduction,
 )
 
 
-_MEAN = "sparsejax.segment_mean"
-
-
-# ------------------------------------------------------------------ sums
-
-
+@segment_reduction(empty="0")
 def segment_sum(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
-    *,
-    weights: ArrayLike | None = None,
-    empty: ArrayLike | None = None,
-    unique_indices: bool = False,
-    bucket_size: int | None = None,
-    mode: str | jax.lax.GatherScatterMode | None = None,
-    out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
-) -> Any:
+    x: jax.Array, segments: Segments, *, weights: ArrayLike | None = None
+) -> jax.Array:
     """Sum of each segment.
 
     `out[s] = sum_{i: segment_ids[i] == s} weights[i] * data[i]`; by default all weights
     are 1.
 
     Args:
-      data: `[n, ...]`, integers or floats; or a SegmentTensor, which has its own
-        segments. Each array in its tree of values is reduced.
-      segment_ids: integers `[n]`, the segment of each element along data's first axis,
-        in any order. Elements whose id is outside `[0, num_segments)`, even negative,
-        are dropped.
-      num_segments: int, static. By default the largest id + 1, or 0 without ids;
-        required inside `jit`.
-      indices_are_sorted: bool, a promise that ids never decrease.
       weights: real numbers `[n]`, or None.
-      empty: scalar, the result for an empty segment; 0 by default.
-      unique_indices: bool, a promise that no two elements share a segment.
-      bucket_size: accepted for compatibility with `jax.ops.segment_sum`, ignored.
-      mode: as in `jax.ops.segment_sum`: with "clip", elements whose id is out of range
-        go to the first or the last segment; otherwise they are dropped.
-      out_sharding: the sharding of the result over a mesh of explicit axes
-        (`AxisType.Explicit`); required there if `data` or ids are sharded.
 
     Returns:
       `[num_segments, ...]`, of data's dtype, or of the weights' dtype for integer data
       with float weights. Differentiable in `data` and `weights`.
-
-    Raises:
-      TypeError: `data` is not an array or is boolean, ids are not integers, weights
-        are not real numbers, or `empty` is not a scalar of the result's kind.
-      ValueError: shapes do not match, `num_segments` is missing inside `jit`, or ids
-        are given together with a SegmentTensor, or are missing without one.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -92,62 +52,35 @@ def segment_sum(
       `jax.ops.segment_sum`; Caffe2, `SortedSegmentSum`, `UnsortedSegmentSum`,
       `LengthsSum` and `LengthsWeightedSum`.
     """
-    del bucket_size
-
-    def total(x: jax.Array, segments: Segments, *weights: jax.Array) -> jax.Array:
-        check_numbers(x)
-        dtype = x.dtype
-        if weights:
-            w = _as_weights(weights[0], x)
-            if not jnp.issubdtype(dtype, jnp.inexact):
-                dtype = indexing.promote(dtype, w.dtype)
-            wide = indexing.accumulator_dtype(dtype)
-            x = _weighted(x, segments.mask(w.astype(wide)), segments)
-        wide = indexing.accumulator_dtype(dtype)
-        out = segments.sum(x.astype(wide)).astype(dtype)
-        return fill_empty(out, segments, empty)
-
-    return over_segments(
-        data,
-        segment_ids,
-        num_segments,
-        indices_are_sorted,
-        total,
-        *(() if weights is None else (_arguments.to_array(weights, "weights"),)),
-        mode=mode,
-        unique_indices=unique_indices,
-        out_sharding=out_sharding,
-    )
+    check_numbers(x)
+    dtype = x.dtype
+    if weights is not None:
+        w = _as_weights(weights, x)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            dtype = indexing.promote(dtype, w.dtype)
+        w = segments.mask(w.astype(indexing.accumulator_dtype(dtype)))
+        x = _weighted(segments.mask(x), w)
+    return segments.sum(x.astype(indexing.accumulator_dtype(dtype))).astype(dtype)
 
 
+@segment_reduction(empty="0, also if the weights of a segment sum to 0")
 def segment_mean(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
+    x: jax.Array,
+    segments: Segments,
     *,
     weights: ArrayLike | None = None,
-    empty: ArrayLike | None = None,
-) -> Any:
+    empty: Any = None,
+) -> jax.Array:
     """Mean of each segment, optionally weighted.
 
     `out[s] = sum_i w[i] * data[i] / sum_i w[i]`, over all i with `segment_ids[i] == s`.
 
     Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
       weights: real numbers `[n]`, or None for ones.
-      empty: scalar, the result for a segment that is empty or whose weights sum to 0;
-        0 by default.
 
     Returns:
       `[num_segments, ...]`, of data's dtype; float32 for integers. Differentiable in
       `data` and `weights`.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -158,46 +91,31 @@ def segment_mean(
       Caffe2, `SortedSegmentMean`, `LengthsMean`; TensorFlow,
       `tf.nn.embedding_lookup_sparse` (its weighted combiners).
     """
-
-    def mean(x: jax.Array, segments: Segments) -> jax.Array:
-        if weights is None:
-            count = segments.lengths()
-            return _sum_over(x, None, count, segments, empty)
-        w = _masked_weights(x, segments, weights)
-        return _sum_over(x, w, segments.sum(w), segments, empty)
-
-    return over_segments(data, segment_ids, num_segments, indices_are_sorted, mean)
+    if weights is None:
+        return _sum_over(x, None, segments.lengths(), segments, empty)
+    w = _masked_weights(x, segments, weights)
+    return _sum_over(x, w, segments.sum(w), segments, empty)
 
 
+@segment_reduction(empty="0, also if all weights of a segment are 0")
 def segment_sqrtn(
-    data: ArrayLike | SegmentTensor,
-    segment_ids: ArrayLike | None = None,
-    num_segments: int | None = None,
-    indices_are_sorted: bool = False,
+    x: jax.Array,
+    segments: Segments,
     *,
     weights: ArrayLike | None = None,
-    empty: ArrayLike | None = None,
-) -> Any:
+    empty: Any = None,
+) -> jax.Array:
     """Sum of each segment over the square root of its length, optionally weighted.
 
     `out[s] = sum_i w[i] * data[i] / sqrt(sum_i w[i]**2)`, over all i with
     `segment_ids[i] == s`.
 
     Args:
-      data: `[n, ...]`, numbers; or a SegmentTensor, which has its own segments.
-      segment_ids: integers `[n]`; see `segment_sum` for this and the next two.
-      num_segments: int.
-      indices_are_sorted: bool.
       weights: real numbers `[n]`, or None for ones.
-      empty: scalar, the result for a segment that is empty or whose weights are all 0;
-        0 by default.
 
     Returns:
       `[num_segments, ...]`, of data's dtype; float32 for integers. Differentiable in
       `data` and `weights`.
-
-    Raises:
-      TypeError, ValueError: as `segment_sum`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -208,24 +126,17 @@ def segment_sqrtn(
       TensorFlow, `tf.math.unsorted_segment_sqrt_n`, and `combiner="sqrtn"` of
       `tf.nn.embedding_lookup_sparse`.
     """
-
-    def sqrtn(x: jax.Array, segments: Segments) -> jax.Array:
-        if weights is None:
-            w, squares = None, segments.lengths()
-            squares = squares.astype(indexing.float_accumulator_dtype(x.dtype))
-        else:
-            w = _masked_weights(x, segments, weights)
-            w, _ = segments.in_units(w)
-            squares = segments.sum(w * w)
-        by = arithmetic.root(squares)
-        return _sum_over(x, w, by, segments, empty)
-
-    return over_segments(data, segment_ids, num_segments, indices_are_sorted, sqrtn)
+    if weights is None:
+        w, squares = None, segments.lengths()
+        squares = squares.astype(indexing.float_accumulator_dtype(x.dtype))
+    else:
+        w, _ = segments.in_units(_masked_weights(x, segments, weights))
+        squares = segments.sum(w * w)
+    return _sum_over(x, w, arithmetic.root(squares), segments, empty)
 
 
 def _as_weights(weights: Any, data: jax.Array) -> jax.Array:
     """Returns `weights`, one for each element of `data`, as an array `[n]`."""
-    weights = _arguments.to_array(weights, "weights")
     if weights.shape != data.shape[:1]:
         raise ValueError(
             f"weights must have one entry per element of data, shape {data.shape[:1]}, "
@@ -245,10 +156,9 @@ def _masked_weights(x: jax.Array, segments: Segments, weights: Any) -> jax.Array
     return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 
-def _weighted(x: jax.Array, w: jax.Array, segments: Segments) -> jax.Array:
-    """Returns `w * x` in the dtype of `w`, 0 outside segments."""
-    x = segments.mask(x).astype(w.dtype)
-    return x * indexing.append_axes(w, x.ndim)
+def _weighted(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns `w * x` in the dtype of `w`."""
+    return x.astype(w.dtype) * indexing.append_axes(w, x.ndim)
 
 
 def _sum_over(
@@ -263,7 +173,7 @@ def _sum_over(
     if w is None:
         x = x.astype(indexing.float_accumulator_dtype(dtype))
     else:
-        x = _weighted(x, w, segments)
+        x = _weighted(segments.mask(x), w)
     out = arithmetic.safe_divide(segments.sum(x), by).astype(dtype)
     return out if empty is None else fill(out, by == 0, empty)
 
@@ -271,7 +181,7 @@ def _sum_over(
 # ------------------------------------------------------------------ products
 
 
-@jax_segment_reduction(kind="number", empty="1")
+@segment_reduction(kind="number", empty="1")
 def segment_prod(x: jax.Array, segments: Segments) -> jax.Array:
     """Product of each segment.
 
@@ -312,3 +222,67 @@ def _product_jvp(primals, tangents):
     t = order.rows(segments.mask(tangents[0]))
     out = _product_of_floats(x, segments)
     return out, order.segments.sum(before * after * t)
+
+
+# ------------------------------------------------------------------ counts
+
+
+@segment_reduction(empty="0", maps=False)
+def segment_count(x: None, segments: Segments) -> jax.Array:
+    """Number of elements in each segment.
+
+    `out[s] = |{i: segment_ids[i] == s}|`
+
+    Returns:
+      int32 `[num_segments]`, one number per segment, even if `data` has more axes.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_count(jnp.array([5.0, 6.0, 7.0]), jnp.array([0, 2, 0]))
+      Array([2, 0, 1], dtype=int32)
+
+    References:
+      Caffe2, `SegmentIdsToLengths`.
+    """
+    del x
+    return segments.lengths()
+
+
+@segment_reduction(kind="bool", empty="False")
+def segment_any(x: jax.Array, segments: Segments) -> jax.Array:
+    """Logical or of the elements of each segment.
+
+    `out[s] = or_{i: segment_ids[i] == s} data[i]`
+
+    Returns:
+      bool `[num_segments, ...]`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_any(jnp.array([False, True, False]), jnp.array([0, 0, 2]))
+      Array([ True, False, False], dtype=bool)
+
+    References:
+      NumPy, `any`.
+    """
+    return segments.scatter("max", False, x)
+
+
+@segment_reduction(kind="bool", empty="True")
+def segment_all(x: jax.Array, segments: Segments) -> jax.Array:
+    """Logical and of the elements of each segment.
+
+    `out[s] = and_{i: segment_ids[i] == s} data[i]`
+
+    Returns:
+      bool `[num_segments, ...]`.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> sj.segment_all(jnp.array([False, True, True]), jnp.array([0, 0, 2]))
+      Array([False,  True,  True], dtype=bool)
+
+    References:
+      NumPy, `all`.
+    """
+    return segments.scatter("min", True, x)
