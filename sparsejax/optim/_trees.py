@@ -70,6 +70,32 @@ def without_variables(tree: Any) -> Any:
     return jax.tree.map(value, tree, is_leaf=is_variable)
 
 
+def transformation(
+    init: Callable[..., Any], update: Callable[..., Any]
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation whose state may come from an `nnx.Optimizer`.
+
+    `nnx.Optimizer.update` takes each node of a new state apart, and puts a `State` of
+    its children in its place. `update` gets ShardedTables again.
+    """
+    is_table = lambda x: isinstance(x, RowTable)
+
+    def rebuild(like, part):
+        if not is_table(like):
+            return part
+        return jax.tree.structure(like).unflatten(jax.tree.leaves(part))
+
+    @functools.wraps(update)
+    def update_tables(updates, state, params=None, **extra_args):
+        if any(map(is_table, jax.tree.leaves(params, is_leaf=is_table))):
+            like = jax.eval_shape(init, params)
+            if jax.tree.structure(like) != jax.tree.structure(state):
+                state = jax.tree.map(rebuild, like, state, is_leaf=is_table)
+        return update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update_tables)
+
+
 def in_structure_of(tree: Any, new: Any) -> Any:
     """The leaves of `new` in the structure of `tree`, with its variables."""
     return jax.tree.structure(tree).unflatten(jax.tree.leaves(new))

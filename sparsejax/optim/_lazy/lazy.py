@@ -146,4 +146,4 @@ def lazy(
             new = gather_scatter.run(inner, step.key, flat, extra_args)
         return step.restore(verdict.owners, *new)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return trees.transformation(init, update)

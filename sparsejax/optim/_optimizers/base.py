@@ -58,7 +58,7 @@ def dense_or_rows(
     def init_sharded(params):
         return state_sharding.init(init, params)
 
-    return optax.GradientTransformationExtraArgs(init_sharded, update_either)
+    return trees.transformation(init_sharded, update_either)
 
 
 # ------------------------------------------------------------------ trees

@@ -146,7 +146,7 @@ def dynamic_loss_scale(
             inner_state,
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return trees.transformation(init, update)
 
 
 def _unscale(grad: Any, scale: jax.Array) -> Any:

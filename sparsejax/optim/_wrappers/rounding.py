@@ -205,7 +205,7 @@ def rounding(
             treedef.unflatten(copies) if master else (),
         )
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return trees.transformation(init, update)
 
 
 def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:

@@ -138,7 +138,7 @@ def track_changes(
                 )
         return updates, TrackChangesState(inner_state, treedef.unflatten(flags))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return trees.transformation(init, update)
 
 
 def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
