@@ -87,16 +87,13 @@ def cached(
     batches: Any, args: argparse.Namespace, found: dict[str, Any]
 ) -> Iterator[jax.Array]:
     """A share of the rows on the device; `found["stats"]` tells how it goes."""
-    train, tx = _train_step(args)
-    store = _make_store(args)
-    slots = int(args.rows * args.share)
-    cache = sj.store.CachedTable(store, "table", slots)
+    store, tx = _make_store(args), sj.optim.adagrad(0.01)
+    cache = sj.store.CachedTable(store, "table", int(args.rows * args.share))
     found["stats"] = cache.stats
-    table = cache.array
-    state = cache.attach(tx, table)
-    for ids in cache.prefetch(batches, lambda ids: ids):
-        table, state, slots = cache.prepare(ids, table, state)
-        table, state, loss = train(table, state, slots)
+    table, state = cache.table, tx.init(cache.table)
+    step = store.train_step(make_loss(make_layers(args.dim)), tx)
+    for ids, rows in step.prefetch(table, batches):
+        table, state, loss = step(table, state, ids, rows)
         yield loss
     cache.flush(table, state)
 

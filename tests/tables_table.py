@@ -132,12 +132,18 @@ READS = {
 def try_read(name: str, read: Any) -> None:
     """Raises what the read raises, or an AssertionError if the values are wrong."""
     kind = KINDS[name]
-    if name in ("store", "cached"):
-        leaf, ids, store = _from_store(name, None)
+    if name in ("store", "cached") and read is _top_k:  # needs all rows
+        _, store = _from_store(name, None)
         with store:
-            if read is _top_k:  # needs all rows, which are in the store
-                leaf = jnp.asarray(store.pull_all("t"))
-            _compare_read(kind, leaf, read, ids, WHOLE)
+            _compare_read(kind, jnp.asarray(store.pull_all("t")), read, IDS, WHOLE)
+        return
+    if name == "cached":
+        _compare_cached(read)
+        return
+    if name == "store":
+        leaf, store = _from_store(name, None)
+        with store:
+            _compare_read(kind, leaf, read, IDS, WHOLE)
         return
     ids = IDS
     leaf = kind.make(WHOLE)
@@ -171,22 +177,42 @@ def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> Non
         np.testing.assert_allclose(rows, dense, rtol=1e-5, atol=1e-5)
 
 
-def _from_store(name: str, tx: Any) -> tuple[Any, Any, Any]:
-    """Returns the rows of `IDS` as a step gets them, their ids, and the store."""
+def _compare_cached(read: Any) -> None:
+    """In a step of the store: its values, and the gradient as the step that it took."""
+    plain = _program(read, jax.grad, KINDS["array"].view)
+    want, dense = plain(jnp.asarray(WHOLE), IDS)
+
+    def loss(params, ids):
+        out = read(params["t"], ids)
+        return jnp.sum(jnp.sin(out)), out
+
+    with sj.store.KVStore() as store:
+        store.init("t", WHOLE, optax.sgd(1.0))
+        (_, got) = _cached_steps(store, sj.optim.lazy(optax.sgd(1.0)), loss, [IDS])
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        step = WHOLE[IDS] - store.pull_all("t")[IDS]
+        np.testing.assert_allclose(step, dense, rtol=1e-5, atol=1e-5)
+
+
+def _cached_steps(store: Any, tx: Any, loss: Any, batches: Any) -> Any:
+    """Trains the table `t` in a cache; returns the value of the last step."""
+    cache = sj.store.CachedTable(store, "t", slots=24)
+    params: Any = {"t": cache.table}
+    step, state, value = store.train_step(loss, tx, True), tx.init(params), None
+    for ids in batches:
+        params, state, value = step(params, state, jnp.asarray(ids))
+    cache.flush(params, state)
+    return value
+
+
+def _from_store(name: str, tx: Any) -> tuple[Any, Any]:
+    """Returns the rows of `IDS` as a step gets them, and the store."""
     store = sj.store.KVStore()
     store.init("t", WHOLE, tx)
-    if name == "store":
-        return store.pull("t", IDS), IDS, store
-    cache = sj.store.CachedTable(store, "t", slots=V)
-    params: Any = {"t": cache.array}
-    state = cache.attach(tx, params)
-    params, state, slots = cache.prepare(IDS, params, state)
-    if tx is not None:
-        grads: Any = {"t": sj.SelectedRows(slots.ravel(), jnp.ones((slots.size, D)), V)}
-        updates, state = sj.optim.lazy(tx).update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        cache.flush(params, state)
-    return params["t"], slots, store
+    if name == "cached" and tx is not None:
+        loss = lambda p, ids: (jnp.sum(p["t"][ids]), None)
+        _cached_steps(store, sj.optim.lazy(tx), loss, [IDS])
+    return store.pull("t", IDS), store
 
 
 # ------------------------------------------------------------------ training
@@ -222,20 +248,8 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
     if name == "cached":
         with sj.store.KVStore() as store:
             store.init("t", whole, tx)
-            cache = sj.store.CachedTable(store, "t", slots=24)
-            params = {"t": cache.array}
-            state = cache.attach(tx, params)
-
-            @jax.jit
-            def cached_step(params, state, slots):
-                grads = sj.grad(loss_fn, tables={"t": True})(params, slots)
-                updates, state = tx.update(grads, state, params)
-                return optax.apply_updates(params, updates), state
-
-            for ids in BATCHES:
-                params, state, slots = cache.prepare(ids, params, state)
-                params, state = cached_step(params, state, slots)
-            cache.flush(params, state)
+            with_none = lambda params, ids: (loss_fn(params, ids), None)
+            _cached_steps(store, tx, with_none, BATCHES)
             return store.pull_all("t")
     params = {"t": kind.make(whole)}
     state = jax.jit(tx.init)(params)
@@ -356,7 +370,7 @@ def try_checkpoint(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "checkpoint"
         if name in ("store", "cached"):
-            _, _, store = _from_store(name, optax.sgd(0.1))
+            _, store = _from_store(name, optax.sgd(0.1))
             with store, sj.store.KVStore() as other:
                 if name == "store":
                     store.push("t", sj.SelectedRows([3], np.ones((1, D)), V))
@@ -378,7 +392,7 @@ def try_export(name: str) -> None:
     kind = KINDS[name]
     ids = IDS
     if name in ("store", "cached"):
-        leaf, ids, store = _from_store(name, None)
+        leaf, store = _from_store(name, None)
         store.close()
     else:
         leaf = kind.make(WHOLE)
@@ -419,8 +433,8 @@ Tables are kept in seven ways. The table below says what works with each of them
 - **`ShardedTable`**: rows over several devices ([many devices](many_devices.md)).
 - **`KVStore`**: rows in host memory or a file. A step reads the rows of `pull` ([big
   tables](big_tables.md)).
-- **`CachedTable`**: the same, with the hot rows on the device. A step reads the array
-  of slots.
+- **`CachedTable`**: the same, with the hot rows on the device, where
+  `store.train_step` trains them.
 
 **yes** means that values, gradients or trained weights equal the result of plain JAX
 and optax on a dense array; a number says how. **no** means that the call raises the

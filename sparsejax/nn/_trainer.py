@@ -6,9 +6,8 @@ One step, for a block with tables T in the store and dense parameters p:
     rows = store.pull(ids)                      of all tables
     p    = RowsStep(loss)((T, p), rows)         the step of `store.train_step`
 
-`store.train_step` finds the ids by a trace of the loss. A block lists them, because
-that is Gluon's contract: a row that was not pulled must not be read, which a trace
-could not tell, as it finds just the rows that are read.
+The block lists its rows itself, so that reading a row it did not list is an error. A
+trace could not find that mistake.
 
 Invariant: the compiled step receives rows in arrays of static capacity, so its memory
 depends on the batch and not on the size of a table. Capacities are powers of two and
@@ -29,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import checkify
 
 from sparsejax import _arguments
 from sparsejax._arguments import KeyLike, PyTree
@@ -38,13 +36,13 @@ from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
 from sparsejax.store import KVStore
-from sparsejax.store._leaf import ListedTable
-from sparsejax.store._pulled_calls import jitted, split
+from sparsejax.store._functions import jitted, split
+from sparsejax.store._requested import Capacities, bucket
 from sparsejax.store._train_step import RowsStep
+from sparsejax.store._tree_tables import ListedTable
 
 
 _CALL = "sparsejax.nn.Trainer"
-_MIN_CAPACITY = 8  # for the elements of a scipy matrix
 
 
 class Trainer:
@@ -55,9 +53,7 @@ class Trainer:
 
     Args:
       block: a `SparseBlock`, or an object with its two methods.
-      store: a `sparsejax.store.KVStore`, with or without a mesh, or an object with its
-        methods `init`, `names`, `spec`, `is_trainable`, `pull` (of a dict of ids),
-        `push` and `stats`.
+      store: a `sparsejax.store.KVStore`, with or without a mesh.
       loss: `(outputs, batch) -> scalar`; `outputs` are the outputs of the block.
       tx: optax transformation for the dense parameters, and for tables created here
         unless `table_tx` is given.
@@ -136,17 +132,21 @@ class Trainer:
         mode: str = "error",
     ):
         _check_arguments(block, store, loss, tx, inputs, clip_norm)
-        hint = "It decides what happens to ids out of range."
-        mode = _arguments.check_mode(mode, ("error", "drop"), hint)
+        self._mode = _arguments.check_mode(mode, ("error", "drop"), "")
         self.block, self.store, self._loss = block, store, loss
         self._inputs = (lambda batch: batch) if inputs is None else inputs
-        self._mode, self._checked = mode, checked
-        self._name = type(block).__name__
-        self._capacities: dict[str, int] = {}  # of pulls so far, by table
-        self._nnz_capacities: dict[int, int] = {}  # of scipy matrices, by leaf
+        self._checked, self._name = checked, type(block).__name__
+        # Of pulled rows, by table, and of the elements of scipy matrices, by leaf.
+        self._capacities = Capacities(room=lambda count: count)
+        self._elements = Capacities(room=bucket)
         key = _arguments.as_key(key, from_int=True)
         self._make_tables(key, tx if table_tx is None else table_tx)
-        self._capacity = _check_capacity(capacity, store)
+        if isinstance(capacity, Mapping):
+            _check_names("capacity", capacity, store.names())
+        for size in capacity.values() if isinstance(capacity, Mapping) else [capacity]:
+            if size is not None:
+                _arguments.check_capacity(size)
+        self._capacity = capacity
         if params is None:
             params = block.init(key) if hasattr(block, "init") else {}
         _check_params(params, store)
@@ -157,8 +157,7 @@ class Trainer:
         self.opt_state = jax.tree.map(copy, tx.init(self.params))
         self.steps = 0
         self._step = RowsStep(
-            _CALL,
-            store,
+            store.engine,
             self._loss_of,
             _of_dense(tx),
             tables=(None, tables),
@@ -197,13 +196,17 @@ class Trainer:
           checkify.JaxRuntimeError: a check in the block failed, with `checked`.
         """
         batch = self._on_device(batch)
-        pulled = self._pull(batch) if rows is None else rows
-        for name in pulled:  # `push` would raise only after the dense update
+        rows = self._pull(batch) if rows is None else rows
+        for name in rows:  # `push` would raise only after the dense update
             self._check_trainable(name)
-        rows, part = self._padded(pulled), split(_CALL, batch)
-        tables = {name: self._table(name) for name in rows}
-        args = (tables, self.params), self.opt_state, part, rows
-        with self._explained(self._loss_of, (rows, self.params), batch):
+        rows = self._padded(rows)
+        specs = {name: self.store.spec(name) for name in rows}
+        tables = {
+            name: ListedTable(self.store.engine, name, spec.shape, spec.dtype)
+            for name, spec in specs.items()
+        }
+        args = (tables, self.params), self.opt_state, split(batch), rows
+        with self._explained():
             (_, self.params), self.opt_state, loss, grads = self._step(*args)
         self._step.push(grads)
         self.steps += 1
@@ -215,10 +218,8 @@ class Trainer:
         """The block's outputs for a batch, without an update."""
         batch = self._on_device(batch)
         rows = self._padded(self._pull(batch))
-        with self._explained(self._forward, rows, self.params, batch):
-            return self._run_forward(
-                rows, split(_CALL, self.params), split(_CALL, batch)
-            )
+        with self._explained():
+            return self._run_forward(rows, split(self.params), split(batch))
 
     def row_ids(self, batch: PyTree) -> dict[str, Any]:
         """`block.row_ids` for a batch, checked against the store.
@@ -231,19 +232,17 @@ class Trainer:
         if not isinstance(ids, Mapping):
             raise TypeError(
                 f"{_CALL}: {self._name}.row_ids must return a dict of table names to "
-                f"ids, got {_kind(ids)}."
+                f"ids, got {_arguments.kind_of(ids)}."
             )
-        for name in ids:
-            if name not in self.store.names():
+        for name, wanted in ids.items():
+            if name not in self.store:
                 raise ValueError(
                     f"{_CALL}: {self._name}.row_ids returned ids for table {name!r}, "
                     "which the store does not have; its tables are "
-                    f"{sorted(self.store.names())}. Create it with "
-                    f"store.init({name!r}, shape, tx), or add it to "
-                    f"{self._name}.tables()."
+                    f"{sorted(self.store.names())}. Create it with store.init, or add "
+                    f"it to {self._name}.tables()."
                 )
-        if self._mode == "error":
-            for name, wanted in ids.items():
+            if self._mode == "error":
                 self._check_in_range(name, wanted)
         return dict(ids)
 
@@ -252,7 +251,7 @@ class Trainer:
         return {
             "steps": self.steps,
             "compilations": self.compilations,
-            "capacities": dict(self._capacities),
+            "capacities": dict(self._capacities.measured),
             "store": self.store.stats(),
         }
 
@@ -263,28 +262,27 @@ class Trainer:
 
     # -- the compiled step --------------------------------------------------------
 
-    def _forward(self, pulled: Any, params: Any, batch: Any) -> Any:
+    def _forward(self, rows: Any, params: Any, batch: Any) -> Any:
+        heights = {name: self.store.spec(name).shape[0] for name in rows}
+        pulled = {name: SelectedRows(*x, heights[name]) for name, x in rows.items()}
+        return self._outputs(pulled, params, batch)
+
+    def _outputs(self, pulled: Any, params: Any, batch: Any) -> Any:
         tables = PulledTables(pulled, self._name)
         return self.block.sparse_forward(tables, params, self._inputs(batch))
 
     def _loss_of(self, params: Any, batch: Any) -> Any:
         """The loss of `(pulled, params)`."""
-        pulled, dense = params
-        return self._loss(self._forward(pulled, dense, batch), batch)
-
-    def _table(self, name: str) -> ListedTable:
-        spec = self.store.spec(name)
-        return ListedTable(self.store, name, spec.shape, spec.dtype)
+        return self._loss(self._outputs(*params, batch), batch)
 
     @contextlib.contextmanager
-    def _explained(self, function: Callable[..., Any], *args: Any) -> Iterator[None]:
-        """Explains the error of a check in `function`, which is compiled."""
+    def _explained(self) -> Iterator[None]:
+        """Explains JAX's error of a check in a compiled step, which names no option."""
         try:
             yield
         except ValueError as error:
-            if self._checked or not _has_checks(function, *args):
+            if self._checked or "checkify" not in str(error):
                 raise
-            # JAX's own error mentions neither the block nor the option.
             raise ValueError(
                 f"{_CALL}: {self._name} contains a check, as blocks with mode='error' "
                 "do, and a compiled step can run checks only with checked=True. Pass "
@@ -297,22 +295,19 @@ class Trainer:
         """Creates the block's tables that the store lacks, and checks the others."""
         specs = self.block.tables() if hasattr(self.block, "tables") else {}
         by_name = isinstance(table_tx, Mapping)
-        if not by_name:
-            _check_tx("table_tx", table_tx)
-        else:
+        if by_name:
             _check_names("table_tx", table_tx, {*specs, *self.store.names()})
-            for name in specs:
-                if name not in table_tx and name not in self.store.names():
-                    raise ValueError(
-                        f"{_CALL}: table_tx has no transformation for {name!r}, a "
-                        "table that is not in the store yet. Give one for each of "
-                        f"{sorted(specs)}, or a single one for all."
-                    )
         for name, spec in specs.items():
-            if name in self.store.names():
+            if name in self.store:
                 self._check_table(name, spec)
                 self._check_trainable(name)
                 continue
+            if by_name and name not in table_tx:
+                raise ValueError(
+                    f"{_CALL}: table_tx has no transformation for {name!r}, a table "
+                    "that is not in the store yet. Give one for each of "
+                    f"{sorted(specs)}, or a single one for all."
+                )
             self.store.init(
                 name,
                 tuple(spec.shape),
@@ -335,10 +330,8 @@ class Trainer:
                 if isinstance(leaf, bool | int | float | complex):
                     leaves[i] = jnp.asarray(leaf)  # not a constant of the step
                 continue
-            needed = _arguments.next_power_of_two(leaf.nnz)
-            capacity = max(self._nnz_capacities.get(i, _MIN_CAPACITY), needed)
-            self._nnz_capacities[i] = capacity
             csr = leaf.tocsr()
+            capacity = self._elements.grow(i, csr.nnz)
             index = np.zeros(capacity, csr.indices.dtype)
             value = np.zeros(capacity, csr.data.dtype)
             index[: csr.nnz] = csr.indices[: csr.nnz]
@@ -352,28 +345,19 @@ class Trainer:
         return self.store.pull(ids, capacity=self._capacity, mode="drop")
 
     def _padded(self, pulled: Mapping[str, SelectedRows]) -> dict[str, SelectedRows]:
-        """Pads pulled rows to the largest number of slots so far, by table."""
-        for name, rows in pulled.items():
-            least = self._capacities.get(name, 0)
-            self._capacities[name] = max(least, rows.capacity)
-        return {name: _pad(x, self._capacities[name]) for name, x in pulled.items()}
+        """Pads pulled rows to the largest capacity so far, by table."""
+        grow = self._capacities.grow
+        return {name: _pad(x, grow(name, x.capacity)) for name, x in pulled.items()}
 
     # -- checks -------------------------------------------------------------------
 
     def _check_table(self, name: str, spec: Any) -> None:
         """Raises if the store's table has another shape or dtype than the block's."""
-        have, want = self.store.spec(name), tuple(spec.shape)
-        if have.shape != want:
+        have, want = self.store.spec(name), (tuple(spec.shape), jnp.dtype(spec.dtype))
+        if (have.shape, have.dtype) != want:
             raise ValueError(
-                f"{_CALL}: the store's table {name!r} has shape {have.shape}, but "
-                f"{self._name} needs {want}."
-            )
-        want = jnp.dtype(spec.dtype)
-        if have.dtype != want:
-            raise TypeError(
-                f"{_CALL}: the store's table {name!r} has dtype {have.dtype}, but "
-                f"{self._name} has param_dtype={want}. Create the table with "
-                f"dtype={want}, or the block with param_dtype={have.dtype}."
+                f"{_CALL}: the store's table {name!r} has shape {have.shape} and dtype "
+                f"{have.dtype}, but {self._name} needs {want[0]} and {want[1]}."
             )
 
     def _check_trainable(self, name: str) -> None:
@@ -400,9 +384,9 @@ class Trainer:
             f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids "
             f"returned for table {name!r} are out of range; the first is "
             f"{int(bad[0])}{was_minus_one if bad[0] == -2 else ''}, and the table has "
-            f"{height} rows. Nothing was updated: an id out of range reads NaN, and "
-            "one step would make all parameters NaN. Correct the ids, set a "
-            "padding_id, give the block mode='zero', or pass Trainer(mode='drop')."
+            f"{height} rows. Nothing was updated: one NaN would make all parameters "
+            "NaN. Correct the ids, set a padding_id, give the block mode='zero', or "
+            "pass Trainer(mode='drop')."
         )
 
 
@@ -413,93 +397,58 @@ def _check_arguments(
     block: Any, store: Any, loss: Any, tx: Any, inputs: Any, clip_norm: Any
 ) -> None:
     """Raises if an argument is invalid for any store."""
-    if isinstance(block, type):
-        found, fix = _kind(block), f"Pass {block.__name__}(...)."
-        raise _arguments.wrong_type(_CALL, "block", "an instance", found, fix)
-    if not _has(block, "row_ids", "sparse_forward"):
+    has_methods = hasattr(block, "row_ids") and hasattr(block, "sparse_forward")
+    if isinstance(block, type) or not has_methods:
         raise TypeError(
-            f"{_CALL}: block must be a sparsejax.nn.SparseBlock, or have its methods "
-            "row_ids(inputs) and sparse_forward(tables, params, inputs), got "
-            f"{_kind(block)}. An ordinary layer does not say which rows it needs. Use "
-            "SparseEmbedding or SparseLinear instead, or train without a store, with "
-            "sparsejax.value_and_grad and sparsejax.optim.lazy."
+            f"{_CALL}: block must be an instance of a sparsejax.nn.SparseBlock, or "
+            "have its methods row_ids(inputs) and sparse_forward(tables, params, "
+            f"inputs), got {_kind(block)}. An ordinary layer does not say which rows "
+            "it needs: use SparseEmbedding or SparseLinear."
         )
-    methods = "init", "names", "spec", "is_trainable", "pull", "push", "stats"
-    if isinstance(store, type) or not _has(store, *methods):
-        want, fix = "a sparsejax.store.KVStore", "Create one first."
-        raise _arguments.wrong_type(_CALL, "store", want, _kind(store), fix)
-    for name, f, signature in (
-        ("loss", loss, "(outputs, batch) -> scalar"),
-        ("inputs", inputs, "of a batch, or None"),
-    ):
-        if not callable(f) and not (name == "inputs" and f is None):
-            want = f"a function {signature}"
-            raise _arguments.wrong_type(_CALL, name, want, _kind(f))
-    _check_tx("tx", tx)
-    if clip_norm is not None:
-        want, shown = "a positive number or None", _arguments.show(clip_norm)
-        try:
-            positive = bool(clip_norm > 0)
-        except (TypeError, ValueError):
-            raise _arguments.wrong_type(_CALL, "clip_norm", want, shown) from None
-        if not positive:
-            raise _arguments.wrong(_CALL, "clip_norm", want, shown)
-
-
-def _check_tx(name: str, tx: Any) -> None:
-    if not _has(tx, "init", "update"):
-        want = "an optax transformation, for example optax.adam(1e-3)"
-        raise _arguments.wrong_type(_CALL, name, want, _kind(tx))
-
-
-def _check_capacity(capacity: Any, store: Any) -> Any:
-    """`capacity`, an int or None, or a dict of them for tables of the store."""
-    if not isinstance(capacity, Mapping):
-        given = {_CALL: capacity}
-    else:
-        _check_names("capacity", capacity, store.names())
-        given = {f"{_CALL}, table {name!r}": x for name, x in capacity.items()}
-    for call, x in given.items():
-        if x is not None:
-            _arguments.check_capacity(x)
-    return capacity
+    if not isinstance(store, KVStore):
+        raise TypeError(
+            f"{_CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}."
+        )
+    if not callable(loss) or not (inputs is None or callable(inputs)):
+        raise TypeError(
+            f"{_CALL}: loss must be a function (outputs, batch) -> scalar, and inputs "
+            f"a function of a batch or None, got {_kind(loss)} and {_kind(inputs)}."
+        )
+    if not (hasattr(tx, "init") and hasattr(tx, "update")):
+        raise TypeError(
+            f"{_CALL}: tx must be an optax transformation, got {_kind(tx)}."
+        )
+    is_number = isinstance(clip_norm, (int, float, np.generic, jax.Array))
+    if clip_norm is not None and not (is_number and clip_norm > 0):
+        raise ValueError(
+            f"{_CALL}: clip_norm must be a positive number or None, got "
+            f"{_arguments.show(clip_norm)}."
+        )
 
 
 def _check_names(name: str, given: Any, known: Any) -> None:
     if unknown := [x for x in given if x not in known]:
         raise ValueError(
             f"{_CALL}: {name} has unknown tables {', '.join(map(repr, unknown))}; the "
-            f"tables are {sorted(known)}. Correct the name, or remove the entry."
+            f"tables are {sorted(known)}."
         )
 
 
 def _check_params(params: Any, store: Any) -> None:
-    """Raises if a dense parameter is row-sparse or is not an array."""
+    """Raises if a dense parameter is row-sparse or names a table."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=is_selected_rows
     ):
-        where = jax.tree_util.keystr(path)
-        found = None
-        if is_selected_rows(leaf):
-            found = "a SelectedRows"
-        elif isinstance(leaf, str) and leaf in store.names():
+        found = "a SelectedRows" if is_selected_rows(leaf) else None
+        if isinstance(leaf, str) and leaf in store:
             found = f"the name of the store's table {leaf!r}"
         if found is not None:
             raise TypeError(
-                f"{_CALL}: the dense parameter {where} is {found}, whose rows belong "
-                "to the store. Dense parameters must be arrays. Leave it out of "
-                "params, return its ids from row_ids, and read it from `tables` in "
+                f"{_CALL}: the dense parameter {jax.tree_util.keystr(path)} is "
+                f"{found}, whose rows belong to the store. Leave it out of params, "
+                "return its ids from row_ids, and read it from `tables` in "
                 "sparse_forward."
             )
-        if isinstance(leaf, (str, bytes)):
-            raise TypeError(
-                f"{_CALL}: params must be a tree of arrays, as returned by "
-                f"block.init(key), but params{where} is {_kind(leaf)}."
-            )
-
-
-def _has(x: Any, *methods: str) -> bool:
-    return all(callable(getattr(x, method, None)) for method in methods)
 
 
 def _kind(x: Any) -> str:
@@ -507,15 +456,6 @@ def _kind(x: Any) -> str:
 
 
 # ------------------------------------------------------------------ private
-
-
-def _has_checks(function: Callable[..., Any], *args: Any) -> bool:
-    """Returns True if `function` can be traced and runs a `checkify.check`."""
-    try:
-        error, _ = jax.eval_shape(checkify.checkify(function), *args)
-    except Exception:  # the caller re-raises its own error
-        return False
-    return bool(jax.tree.leaves(error))
 
 
 def _pad(rows: SelectedRows, capacity: int) -> SelectedRows:

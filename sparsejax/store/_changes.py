@@ -111,7 +111,7 @@ def export(
     is_touched, descriptions = {}, {}
     for name, table in tables.items():
         # The weights that were given belong to rows that may be untouched.
-        is_touched[name] = (table.touched[rows[name]] != 0) | table.given
+        is_touched[name] = (table.touched[rows[name]] != 0) | table.spec.given
         touched = int(np.count_nonzero(is_touched[name]))
         counts = {"rows": rows[name].size, "touched": touched}
         descriptions[name] = table.description() | counts
@@ -137,7 +137,7 @@ def export(
 
 def _all_rows(table: Table) -> np.ndarray:
     """The rows that may not be as `init` makes them, int64, ascending."""
-    if table.given:
+    if table.spec.given:
         return np.arange(table.height)
     is_known = table.touched != 0
     is_known[table.changed_at.since(0)] = True
@@ -199,7 +199,7 @@ def apply(
     """Reads a file of `export` into tables with the same names and descriptions."""
     for table in tables.values():
         table.check_usable()
-        table.check_not_cached(_APPLY)
+        table.check_not_cached()
     with open(as_path(_APPLY, path), "rb") as file:
         header = _format.read_header(_APPLY, path, file, MAGIC, _HEADER)
         _history.check_versions(_APPLY, path, header)
@@ -264,7 +264,7 @@ def _check_tables(
     for name, description in found.items():
         table = tables[name]
         fields = ["shape", "dtype", "given", "keyed"]
-        fields += ["key"] * (table.initializer is not None)
+        fields += ["key"] * (table.spec.initializer is not None)
         fields += ["state"] * header["state"]
         here = table.description()
         _format.check_same(_APPLY, path, name, description, here, tuple(fields))
@@ -288,7 +288,7 @@ def _check_version(
         return True, False
     if not history.is_passed_by(branches, version):
         has_all = all(
-            not table.given or header["tables"][name]["rows"] == table.height
+            not table.spec.given or header["tables"][name]["rows"] == table.height
             for name, table in tables.items()
         )
         if since == 0 and has_all:
@@ -352,12 +352,14 @@ def _read_part(
     flags = read((count,), np.uint8)
     in_range = not count or (rows[0] >= 0 and rows[-1] < table.height)
     if not in_range or (rows[1:] <= rows[:-1]).any():
-        raise _damaged(path, table.name, "its rows are not ascending row ids")
+        raise _damaged(path, table.spec.name, "its rows are not ascending row ids")
     is_touched = flags == 1
     if (flags > 1).any() or np.count_nonzero(is_touched) != touched:
-        raise _damaged(path, table.name, "rows with and without weights do not add up")
-    if table.given and touched != count:
-        raise _damaged(path, table.name, "it has rows without weights")
+        raise _damaged(
+            path, table.spec.name, "rows with and without weights do not add up"
+        )
+    if table.spec.given and touched != count:
+        raise _damaged(path, table.spec.name, "it has rows without weights")
     columns = []
     for column in table.columns if state else [table.weights]:
         new = np.empty((touched, *column.shape[1:]), column.dtype)

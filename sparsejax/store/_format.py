@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.store._optimizer import Optimizer
-
 
 CHECKSUM_BYTES = 4  # of zlib.crc32, little endian
 
@@ -30,57 +28,13 @@ DESCRIPTION = {
     "first": [float],
     "key": {"impl": str, "data": [int]},
     "step?": int,
-    "keyed?": bool,
+    "keyed": bool,
 }
 
 _NOT_A_STORE_FILE = "{call}: {path} is not a file of sparsejax.store ({why})."
 
 
 # ------------------------------------------------------------------ descriptions
-
-
-def describe(
-    shape: tuple[int, ...],
-    dtype: Any,
-    optimizer: Optimizer | None,
-    key: dict[str, Any],
-    *,
-    given: bool,
-    first: list[float],
-    keyed: bool = False,
-) -> dict[str, Any]:
-    """The description of a table, ready for JSON.
-
-    Args:
-      shape, dtype: of the table.
-      optimizer: or None.
-      key: of the initializer, from `encode_key`.
-      given: True if the weights of all rows were given as an array.
-      first: the values with which row 0 starts, from `first_values`; by them a file of
-        another initializer is found.
-      keyed: True if the rows belong to keys; otherwise the field is left out.
-    """
-    leaves = []
-    if optimizer is not None:
-        leaves = [
-            {
-                "name": name,
-                "shape": list(spec.shape),
-                "dtype": np.dtype(spec.dtype).name,
-                "by_row": by_row,
-            }
-            for name, spec, by_row in zip(
-                optimizer.names, optimizer.specs, optimizer.by_row
-            )
-        ]
-    return {
-        "shape": list(shape),
-        "dtype": np.dtype(dtype).name,
-        "state": leaves,
-        "given": given,
-        "first": first,
-        "key": key,
-    } | ({"keyed": True} if keyed else {})
 
 
 def check_same(

@@ -13,13 +13,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax.store._requested_rows import is_among
+from sparsejax.store._requested import is_among
 
 
 # ------------------------------------------------------------------ rows of a batch
@@ -59,16 +59,6 @@ class EarlyRows:
 
 
 # ------------------------------------------------------------------ batches ahead
-
-
-def check_ahead(call: str, ids_of: Any, depth: Any) -> int:
-    """Returns `depth`; raises unless the arguments of a `prefetch` have their types."""
-    depth = _arguments.static_int("depth", depth)
-    if not callable(ids_of):
-        want = "a function that takes a batch and returns its ids"
-        found = _arguments.kind_of(ids_of)
-        raise _arguments.wrong_type(call, "ids_of", want, found)
-    return depth
 
 
 class ReadAhead:
@@ -218,14 +208,7 @@ class OtherThread:
     """
 
     def __init__(self):
-        self._pool = ThreadPoolExecutor(1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        # Without waiting: garbage collection may run this on any thread.
-        self._pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(1)  # which ends its thread when it is collected
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Runs `work` there, under the JAX config of the caller; waits for it."""

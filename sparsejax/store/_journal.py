@@ -81,7 +81,7 @@ class Journal:
         """Restores the table at its last flush."""
         if self._file is not None:
             self.release()
-            roll_back("sparsejax.store.CachedTable.close", self._table)
+            roll_back(self._table)
 
     def _begin(self) -> BinaryIO:
         if self._file is not None:
@@ -97,13 +97,13 @@ class Journal:
         return file
 
 
-def roll_back(call: str, table: Table) -> None:
+def roll_back(table: Table) -> None:
     """Restores a mapped table at the last flush of its device cache.
 
     Raises:
       ValueError: the journal is missing or damaged; the table has not changed.
     """
-    path = journal_path(table.memory.path)
+    path, call = journal_path(table.memory.path), "sparsejax.store"
     if table.journal is None:
         _remove_leftover(path)
         return
@@ -113,7 +113,7 @@ def roll_back(call: str, table: Table) -> None:
             if header["id"] != table.journal:
                 raise ValueError(
                     f"{call}: {path} is not the journal of this copy of table "
-                    f"{table.name!r}. Put back the one that belongs to it."
+                    f"{table.spec.name!r}. Put back the one that belongs to it."
                 )
             entries = _entries(call, path, file, table)
             next(entries)
@@ -127,9 +127,9 @@ def roll_back(call: str, table: Table) -> None:
                 table.write(rows, columns)
     except FileNotFoundError:
         raise ValueError(
-            f"{call}: table {table.name!r} was trained in a CachedTable that did not "
-            f"end with a flush, and its journal {path}, which has the rows of the last "
-            "flush, is not there. Put it back, or use another copy of the table."
+            f"{call}: table {table.spec.name!r} was trained in a CachedTable that did "
+            f"not end with a flush, and its journal {path}, which has the rows of the "
+            "last flush, is not there. Put it back, or use another copy of the table."
         ) from None
     for old, new in zip(table.rest, rest):
         old[...] = new

@@ -26,7 +26,7 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._hashing import hash_words
 from sparsejax.store._key_map import KeyMap
-from sparsejax.store._requested_rows import sorted_unique
+from sparsejax.store._requested import sorted_unique
 
 
 _MIN_WINDOW = 4096
@@ -79,14 +79,11 @@ class KeyPolicy:
     window: int | None = None
 
     def __post_init__(self) -> None:
-        call = "sparsejax.store.KeyPolicy"
         if self.policy not in ("lru", "lfu"):
-            raise _arguments.wrong(
-                call,
-                "policy",
-                "'lru' or 'lfu'",
-                _arguments.show(self.policy),
-                "To evict nothing, pass max_evictions=0.",
+            raise ValueError(
+                "KeyPolicy: policy must be 'lru' or 'lfu', got "
+                f"{_arguments.show(self.policy)}. To evict nothing, pass "
+                "max_evictions=0."
             )
         _arguments.static_int("admit_after", self.admit_after, 1)
         if self.max_evictions is not None:
@@ -440,18 +437,15 @@ def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
 # ------------------------------------------------------------------ arguments
 
 
-def as_keys(call: str, keys: Any) -> np.ndarray:
+def as_keys(keys: Any) -> np.ndarray:
     """Converts integers, or strings by their hashes, to int64 of the same shape."""
     if isinstance(keys, jax.Array) and keys.dtype.itemsize < 8:
-        raise _arguments.wrong_type(
-            call,
-            "keys",
-            "NumPy integers or strings",
-            f"a JAX array of {keys.dtype}, to which JAX truncates keys of 64 bits",
-            "Pass the keys before they are put on the device, or np.asarray(keys) if "
-            "they never had more bits.",
+        raise TypeError(
+            f"keys must be NumPy integers or strings, got a JAX array of {keys.dtype}, "
+            "to which JAX truncates keys of 64 bits. Pass the keys before they are put "
+            "on the device, or np.asarray(keys) if they never had more bits."
         )
-    found = keys if isinstance(keys, jax.Array) else _as_array(call, keys)
+    found = keys if isinstance(keys, jax.Array) else _as_array(keys)
     if found.dtype.kind in "USOT":
         return _hash_strings(np.asarray(found))
     if not found.size:
@@ -480,17 +474,14 @@ def _hash_strings(strings: np.ndarray) -> np.ndarray:
     return hashes.view(np.int64).reshape(strings.shape)
 
 
-def _as_array(call: str, keys: Any) -> np.ndarray:
+def _as_array(keys: Any) -> np.ndarray:
     """Converts keys to a NumPy array in which 3 and "3" stay different."""
     try:
         found = np.asarray(keys)
     except ValueError:
-        raise _arguments.wrong_type(
-            call,
-            "keys",
-            "an array, or nested lists of equal lengths",
-            _arguments.show(keys),
-            "Pad them, and pass where=False for padding.",
+        raise TypeError(
+            "keys must be an array, or nested lists of equal lengths, got "
+            f"{_arguments.show(keys)}. Pad them, and pass where=False for padding."
         ) from None
     is_list = isinstance(keys, (list, tuple))
     if found.dtype != object and not (is_list and found.dtype.kind in "US"):
@@ -502,14 +493,11 @@ def _as_array(call: str, keys: Any) -> np.ndarray:
         return found
     if kinds.keys() == {"integer"}:
         return np.array(values).reshape(found.shape)
-    ones = " and ".join(map(_arguments.show, kinds.values()))
-    raise _arguments.wrong_type(
-        call,
-        "keys",
-        "all integers or all strings",
-        ones,
-        "3 and '3' are different keys: convert them to one kind. For a string that is "
-        "missing, write ''.",
+    raise TypeError(
+        "keys must be all integers or all strings, got "
+        f"{' and '.join(map(_arguments.show, kinds.values()))}. 3 and '3' are "
+        "different keys: convert them to one kind. For a string that is missing, "
+        "write ''."
     )
 
 
@@ -521,17 +509,14 @@ def _kind_of_key(kind: type) -> str:
     return "integer" if is_integer else "other"
 
 
-def as_where(call: str, where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
+def as_where(where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     """Checks the argument `where`: booleans of the shape of the keys."""
     if where is None:
         return None
     found = np.asarray(where)
     if found.dtype != np.bool_ or found.shape != shape:
-        raise _arguments.wrong_type(
-            call,
-            "where",
-            f"booleans of the shape of keys, {shape}",
-            _arguments.kind_of(where),
-            "It is False for padding.",
+        raise TypeError(
+            f"where must be booleans of the shape of keys, {shape}, False for padding, "
+            f"got {_arguments.kind_of(where)}."
         )
     return found

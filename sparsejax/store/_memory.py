@@ -63,7 +63,7 @@ class Memory:
     def flush(self) -> None:
         """Does nothing: there is no file."""
 
-    def check_in_place(self, call: str) -> None:
+    def check_in_place(self) -> None:
         """Does nothing: there is no file."""
 
     def close(self) -> None:
@@ -156,11 +156,11 @@ class MappedFile:
         """Waits until all changes are on the disk."""
         self._map.flush()
 
-    def check_in_place(self, call: str) -> None:
+    def check_in_place(self) -> None:
         """Raises if the file was removed, or another one put in its place."""
         if not is_at(self._file, self.path):
             raise FileNotFoundError(
-                f"{call}: {self.path} was deleted or replaced while this store had it "
+                f"{self.path} was deleted or replaced while this store had it "
                 "open, so its rows end with this process. Call save to keep them."
             )
 

@@ -32,7 +32,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from sparsejax import _arguments
 from sparsejax._hashing import mix
 from sparsejax._rows import SelectedRows, indexing
-from sparsejax.store._requested_rows import bucket, check_not_traced, sorted_unique
+from sparsejax.store._requested import bucket, check_not_traced, sorted_unique
 
 
 _CHUNK = 1 << 16  # rows at a time, when all rows are gathered
@@ -93,14 +93,15 @@ class Devices:
     """The devices of a mesh, to which pulled rows are copied.
 
     Args:
-      call: for messages.
       mesh: with at least one device of every process.
     """
 
-    def __init__(self, call: str, mesh: Any):
+    def __init__(self, mesh: Any):
         if not isinstance(mesh, Mesh):
-            want = "a jax.sharding.Mesh or None"
-            raise _arguments.wrong_type(call, "mesh", want, _arguments.kind_of(mesh))
+            raise TypeError(
+                "KVStore: mesh must be a jax.sharding.Mesh or None, got "
+                f"{_arguments.kind_of(mesh)}."
+            )
         self.process, self.count = jax.process_index(), jax.process_count()
         self._mesh = mesh
         owners = np.array([device.process_index for device in mesh.devices.flat])
@@ -108,9 +109,8 @@ class Devices:
         for process, devices in enumerate(self._of_process):
             if not devices.size:
                 raise ValueError(
-                    f"{call}: mesh must contain a device of every process, got none "
-                    f"of process {process}. Each process sends its rows through one "
-                    "of its devices."
+                    "KVStore: mesh must contain a device of every process, through "
+                    f"which it sends its rows, got none of process {process}."
                 )
 
     def gather(self, x: np.ndarray) -> np.ndarray:
@@ -118,17 +118,16 @@ class Devices:
         return np.asarray(multihost_utils.process_allgather(x))
 
     def merge_ids(
-        self, call: str, ids: Mapping[str, Any], heights: Mapping[str, int]
+        self, ids: Mapping[str, Any], heights: Mapping[str, int]
     ) -> dict[str, np.ndarray]:
         """The ids of all devices of all processes, on the host. A collective.
 
         Args:
-          call: for messages.
           ids: by table integers of any shape, the ids of the devices of this process:
             an array, a global array that is sharded over the mesh, or a list of arrays.
           heights: by table the rows of the whole table.
         """
-        own = {name: _own_ids(call, name, some) for name, some in ids.items()}
+        own = {name: _own_ids(name, some) for name, some in ids.items()}
         if self.count == 1 or not own:
             return own
         kinds = [np.dtype(_arguments.index_dtype(heights[name])) for name in own]
@@ -217,11 +216,11 @@ def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
     return out
 
 
-def _own_ids(call: str, name: str, ids: Any) -> np.ndarray:
+def _own_ids(name: str, ids: Any) -> np.ndarray:
     """The ids of this process, flat, on the host."""
     if isinstance(ids, list | tuple) and any(np.ndim(x) for x in ids):
-        return np.concatenate([_own_ids(call, name, x) for x in ids])
-    check_not_traced(call, name, "ids", ids)
+        return np.concatenate([_own_ids(name, x) for x in ids])
+    check_not_traced(name, "ids", ids)
     if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
         shards = [np.asarray(shard.data) for shard in ids.addressable_shards]
         ids = np.concatenate([shard.reshape(-1) for shard in shards])

@@ -76,6 +76,7 @@ class Optimizer:
         self.names = [jax.tree_util.keystr(path) for path, _ in paths]
         # For each leaf of the state: True if it has one row for each row of the table.
         self.by_row = tuple(owner is not None for owner in following.owners)
+        self.structure = tree
         self._layout = _Layout(tree, self.by_row)
         self._key = tx, leaf, (spec,), (0,)
 

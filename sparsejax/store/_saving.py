@@ -17,6 +17,7 @@ has a checksum.
 """
 
 import contextlib
+import dataclasses
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -70,7 +71,7 @@ def save(
     descriptions, touched, changed = {}, {}, {}
     for name, table in tables.items():
         table.check_usable()
-        table.check_written_back(_SAVE)
+        table.check_written_back()
         touched[name] = np.flatnonzero(table.touched)
         changed[name] = table.changed_at.since(0)
         counts = {"touched": touched[name].size, "changed": changed[name].size}
@@ -88,7 +89,7 @@ def save(
                 _format.write_array(file, leaf)
             _format.write_array(file, touched[name].astype(np.int64))
             columns = [(column, touched[name]) for column in table.by_row]
-            weighted = np.arange(table.height) if table.given else touched[name]
+            weighted = np.arange(table.height) if table.spec.given else touched[name]
             for column, rows in [(table.weights, weighted), *columns]:
                 for start in range(0, rows.size, CHUNK):
                     chunk = rows[start : start + CHUNK]
@@ -142,7 +143,7 @@ def check(
       The tree that was saved.
     """
     for table in tables.values():
-        table.check_not_cached(_LOAD)
+        table.check_not_cached()
     with open(as_path(_LOAD, path), "rb") as file:
         header = _format.read_header(_LOAD, path, file, MAGIC, _HEADER)
         if "history" in header:
@@ -187,7 +188,7 @@ def load(
                 table.reset(description["key"])
                 # Marked before they are written, so that the next load resets them.
                 table.touched[ids] = 1
-                table.describe_as(table.key, given=description["given"])
+                table.describe_as(table.spec.key, given=description["given"])
                 for leaf, new in zip(table.rest, rest):
                     leaf[...] = new
                 for column, rows, values in contents:
@@ -232,8 +233,8 @@ def _contents(
         in_range = not ids.size or (ids[0] >= 0 and ids[-1] < table.height)
         if not (in_range and (ids[1:] > ids[:-1]).all()):
             raise ValueError(
-                f"{_LOAD}: {path} is damaged: its rows of table {table.name!r} are not "
-                "ascending row ids. Load an older file."
+                f"{_LOAD}: {path} is damaged: its rows of table {table.spec.name!r} "
+                "are not ascending row ids. Load an older file."
             )
 
     read = lambda shape, dtype: _format.read_array(_LOAD, path, file, shape, dtype)
@@ -275,7 +276,7 @@ def _checked_descriptions(
     for name, description in found.items():
         fields = "shape", "dtype", "state", "keyed"
         _check_key(path, name, description["key"])
-        here = tables[name].description(description["key"])
+        here = dataclasses.replace(tables[name].spec, key=description["key"]).describe()
         _format.check_same(_LOAD, path, name, description, here, fields)
         if tables[name].keys is not None and "keys" not in description:
             raise ValueError(

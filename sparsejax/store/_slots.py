@@ -43,44 +43,25 @@ class Slots:
     Args:
       height: rows of the table.
       count: number of slots.
-      unused: a slot that is never given to a row, or None.
     """
 
-    def __init__(self, height: int, count: int, unused: int | None):
-        self.height = height
+    def __init__(self, height: int, count: int):
         self.row_of = np.full((count,), -1, np.int64)
         self.is_dirty = np.zeros((count,), bool)
         self._slot_of = _memory.zeros((height,), np.int32)  # slot + 1, or 0 for none
         self._used_at = np.full((count,), -1, np.int64)  # number of the last batch
-        free = np.arange(count)[::-1]
-        if unused is not None:
-            free = free[free != unused]
-        self._free, self._num_free = free.copy(), free.size
+        self._free, self._num_free = np.arange(count)[::-1].copy(), count
         self._now = 0
         self._queue: collections.deque[tuple[int, np.ndarray]] = collections.deque()
         self._queued = 0
-
-    @property
-    def capacity(self) -> int:
-        """The largest number of distinct rows that a batch may have."""
-        return self._free.size
 
     @property
     def used(self) -> int:
         """The number of slots that have a row."""
         return self._free.size - self._num_free
 
-    def translate(self, ids: np.ndarray) -> np.ndarray:
-        """Ids as slots, int32; ids of rows without a slot stay as they are."""
-        limits = np.iinfo(np.int32)
-        slots = np.clip(ids, limits.min, limits.max).astype(np.int32)
-        good = (ids >= 0) & (ids < self.height)
-        # Other ids read slot 0, which is not used.
-        found = self._slot_of[np.where(good, ids, 0).astype(np.int64)]
-        return np.where(good & (found > 0), found - np.int32(1), slots)
-
     def plan(self, rows: np.ndarray) -> Plan:
-        """Gives slots to distinct ascending rows, at most `capacity` of them."""
+        """Gives slots to distinct ascending rows, at most one for each slot."""
         self._now += 1
         slots = np.take(self._slot_of, rows) - np.int32(1)
         is_missing = slots < 0

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, NoReturn, Self, TypeVar, overload
+from typing import Any, NoReturn, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,32 +17,27 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
-from sparsejax.store import _changes, _extra, _pulled_calls, _saving, _together
+from sparsejax.store import _changes, _extra, _functions, _saving, _together
 from sparsejax.store._changes import Changes
-from sparsejax.store._history import History
-from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue, check_ahead
+from sparsejax.store._engine import CapacityOf, Engine, Request
+from sparsejax.store._init_table import make_table, own_path, spec_of
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
-from sparsejax.store._leaf import StoredTable, put_tables
-from sparsejax.store._make import make_table, own_path
-from sparsejax.store._mesh import Devices, of_all_processes
-from sparsejax.store._requested_rows import (
+from sparsejax.store._mesh import of_all_processes
+from sparsejax.store._requested import (
+    Capacities,
     capacity_for,
     check_not_traced,
     check_rows,
-    distinct_rows,
-    slots_of,
+    places_of,
 )
-from sparsejax.store._table import Table, TableStats, closed
+from sparsejax.store._table import Table, TableStats
 from sparsejax.store._train_step import TrainStep
+from sparsejax.store._tree_tables import StoredTable, put_tables
 from sparsejax.transform.trace import check_fun
 
 
 Batch = TypeVar("Batch")
 T = TypeVar("T")
-# `f(name, count, height)`: the slots for `count` distinct rows of a table.
-Slots = Callable[[str, int, int], int]
-
-_CALL = "sparsejax.store.KVStore"
 
 
 class KVStore:
@@ -122,43 +114,36 @@ class KVStore:
     """
 
     def __init__(self, mesh: Mesh | None = None):
-        self._devices = None if mesh is None else Devices(_CALL, mesh)
-        # The index of this process, and the number of processes that share the rows.
-        self._place = (0, 1)
-        if self._devices is not None:
-            self._place = self._devices.process, self._devices.count
+        self.engine = Engine(mesh)
         self._processes: _together.Processes | None = None
-        if self._devices is not None and self._devices.count > 1:
-            gather = self._devices.gather
-            self._processes = _together.Processes(*self._place, gather)
-        self._tables: dict[str, Table] = {}
-        self._queue = WorkQueue()
-        self._history = History()
-        self._depths: list[int] = []  # of the iterators of prefetch that run
-        self._closed = False
+        devices = self.engine.devices
+        if devices is not None and devices.count > 1:
+            place = devices.process, devices.count
+            self._processes = _together.Processes(*place, devices.gather)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tables
+        return name in self.engine.tables
 
     def __getitem__(self, name: str) -> StoredTable:
         """A table in a tree of parameters, see `StoredTable`."""
-        table = self._table(f"{_CALL}[name]", name)
-        return StoredTable(self, name, table.whole_shape, table.dtype)
+        spec = self.spec(name)
+        return StoredTable(self.engine, name, spec.shape, spec.dtype)
 
     # Without this, Python would iterate by `self[0], self[1], ...`.
     __iter__ = None
 
     def __repr__(self) -> str:
-        tables = (
-            f"{name}: {_arguments.show_spec(self.spec(name))}" for name in self._tables
-        )
-        return f"KVStore({'closed' if self._closed else ', '.join(tables)})"
+        if self.engine.is_closed:
+            return "KVStore(closed)"
+        specs = {name: self.spec(name) for name in self.names()}
+        shown = (f"{name}: {_arguments.show_spec(x)}" for name, x in specs.items())
+        return f"KVStore({', '.join(shown)})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{_CALL}: a store cannot be copied or pickled, because it has a thread "
-            "and may have open files. Save its tables with store.save(path), and load "
-            "them into another store."
+            "A KVStore cannot be copied or pickled, because it has a thread and may "
+            "have open files. Save its tables with store.save(path), and load them "
+            "into another store."
         )
 
     # -- tables -----------------------------------------------------------------------
@@ -213,33 +198,30 @@ class KVStore:
           RuntimeError: the file is in use by another store.
           OSError: the disk has less free space than the whole file may need.
         """
-        call = f"{_CALL}.init"
-        self._check_open(call)
+        self.engine.check_open()
         if not isinstance(name, str):
-            raise _arguments.wrong_type(call, "name", "a string", repr(name))
-        if name in self._tables:
+            raise TypeError(f"KVStore.init: name must be a string, got {name!r}.")
+        if name in self.engine.tables:
             raise ValueError(
-                f"{call}: table {name!r} already exists. Use another name, or push to "
-                "the existing table."
+                f"KVStore.init: table {name!r} already exists. Use another name, or "
+                "push to the existing table."
             )
-        table = make_table(
+        spec, array = spec_of(
             name,
             shape_or_array,
             tx,
-            path,
             initializer,
             key,
             dtype,
             keys,
-            self._queue,
-            self._history,
-            *self._place,
+            (self.engine.process, self.engine.count),
         )
-        self._run(call, lambda: self._tables.update({name: table}))
+        table = make_table(spec, array, path, self.engine.history)
+        self.engine.run(lambda: self.engine.tables.update({name: table}))
 
     def names(self) -> tuple[str, ...]:
         """The names of the tables, in the order they were made."""
-        return tuple(self._tables)
+        return tuple(self.engine.tables)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
         """The shape and dtype of a table, without waiting.
@@ -257,8 +239,8 @@ class KVStore:
           >>> store.spec("words")
           ShapeDtypeStruct(shape=(1000, 2), dtype=float32)
         """
-        table = self._table(f"{_CALL}.spec", name)
-        return jax.ShapeDtypeStruct(table.whole_shape, table.dtype)
+        spec = self.engine.table(name).spec
+        return jax.ShapeDtypeStruct(spec.whole_shape, spec.dtype)
 
     def is_trainable(self, name: str) -> bool:
         """Returns True if a table was made with an optimizer, so that `push` works.
@@ -276,12 +258,12 @@ class KVStore:
           >>> store.is_trainable("words")
           False
         """
-        return self._table(f"{_CALL}.is_trainable", name).optimizer is not None
+        return self.engine.table(name).spec.optimizer is not None
 
     def stats(self) -> dict[str, TableStats]:
         """The size and statistics of each table."""
-        tables = self._tables.items()
-        return self._run(f"{_CALL}.stats", lambda: {n: t.stats() for n, t in tables})
+        tables = self.engine.tables.items()
+        return self.engine.run(lambda: {name: t.stats() for name, t in tables})
 
     # -- keys -------------------------------------------------------------------------
 
@@ -347,27 +329,26 @@ class KVStore:
         References:
           TensorFlow Recommenders Addons, dynamic embedding; HugeCTR, HierarchicalKV.
         """
-        call = f"{_CALL}.insert"
-        table, index = self._keyed(call, name)
-        found = as_keys(call, keys)
-        mask = as_where(call, where, found.shape)
+        table, index = self._keyed(name)
+        found = as_keys(keys)
+        mask = as_where(where, found.shape)
         step = _arguments.static_int("step", step)
         if step >= 2**63:
-            raise _arguments.wrong(call, "step", "below 2^63", f"{step}")
+            raise ValueError(f"KVStore.insert: step must be below 2^63, got {step}.")
 
         def work():
             table.check_usable()
-            depth = max(self._depths, default=0)
+            depth = max(self.engine.depths, default=0)
             latest, index.latest_step = index.latest_step, step
             if depth and latest is not None and step - latest not in (0, 1):
                 raise ValueError(
-                    f"{call}: step must count batches while prefetch runs, got "
+                    "KVStore.insert: step must count batches while prefetch runs, got "
                     f"{step} after {latest}. The keys of the latest steps belong to "
                     "batches in flight, and must keep their rows."
                 )
-            return table.insert(call, found, step, mask, depth)
+            return table.insert(found, step, mask, depth)
 
-        return self._run(call, work)
+        return self.engine.run(work)
 
     def find(self, name: str, keys: ArrayLike | Sequence[str]) -> np.ndarray:
         """The row of each key, or V if the key has no row. Changes nothing.
@@ -389,10 +370,9 @@ class KVStore:
           >>> store.find("users", np.array([50, 60, 70]))
           array([0, 3, 1], dtype=int32)
         """
-        call = f"{_CALL}.find"
-        _, index = self._keyed(call, name)
-        found = as_keys(call, keys)
-        return self._run(call, lambda: index.find(found))
+        _, index = self._keyed(name)
+        found = as_keys(keys)
+        return self.engine.run(lambda: index.find(found))
 
     def items(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The keys that have a row, and their rows, by ascending row.
@@ -415,14 +395,13 @@ class KVStore:
           >>> store.items("users")
           (array([50, 70]), array([0, 1]))
         """
-        call = f"{_CALL}.items"
-        _, index = self._keyed(call, name)
+        _, index = self._keyed(name)
 
         def work():
             rows = index.rows()
             return index.keys[rows], rows
 
-        return self._run(call, work)
+        return self.engine.run(work)
 
     # -- pull and push ----------------------------------------------------------------
 
@@ -477,18 +456,11 @@ class KVStore:
           ValueError: ids are out of range, or there are more rows than `capacity` (the
             message has the number). With several processes, all of them raise it.
         """
-        call = f"{_CALL}.pull"
-        slots = _slots_given(call, capacity)
         if not isinstance(name, Mapping):
-            return self._pull(call, name, ids, slots, mode)
+            return self.engine.pull({name: ids}, _given(capacity), mode)[name]
         if ids is not None:
-            raise _arguments.wrong_type(
-                call, "ids", "left out for a dict of ids", _arguments.kind_of(ids)
-            )
-        if isinstance(capacity, Mapping):
-            for each in capacity:
-                self._table(call, each)  # an unknown name would have no effect
-        return self._pull_tables(call, name, slots, mode)
+            raise TypeError("KVStore.pull: leave out ids, which are in the dict.")
+        return self.engine.pull(name, self._given_by_name(capacity), mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """The rows of `row_ids` without empty slots, as in MXNet.
@@ -496,8 +468,8 @@ class KVStore:
         The number of slots is the number of distinct rows. It is part of the result's
         shape, so a jitted step is compiled again for each new number.
         """
-        slots = lambda name, count, height: count
-        return self._pull(f"{_CALL}.row_sparse_pull", name, row_ids, slots, "error")
+        capacity = lambda name, count, height: count
+        return self.engine.pull({name: row_ids}, capacity, "error")[name]
 
     def push(self, name: str, grads: PyTree) -> None:
         """One step of the optimizer with a gradient.
@@ -519,22 +491,9 @@ class KVStore:
           TypeError, ValueError: `grads` is not a SelectedRows of the table's shape.
           ValueError: a row is neither in the table nor an empty slot, `height`.
         """
-        table = self._table(f"{_CALL}.push", name)
-        table.check_not_cached(f"{_CALL}.push")
+        table = self.engine.table(name)
         gradient = _checked_gradient(table, grads)
-        arrays = self._on_one_device(gradient.rows, gradient.values)
-
-        def work():
-            began = time.perf_counter()
-            rows, values = np.asarray(arrays[0]), arrays[1]
-            check_rows(f"{_CALL}.push", name, rows, table.owners.height)
-            # A process without any of these rows also takes the step, so that the
-            # counts of all processes agree.
-            rows = table.owners.localize(rows)
-            table.step(rows, values)
-            table.push_seconds += time.perf_counter() - began
-
-        self._queue.call_later(work)
+        self.engine.push(name, gradient.rows, gradient.values)
 
     def prefetch(
         self,
@@ -580,80 +539,28 @@ class KVStore:
           Array([[-1., -1.],
                  [ 0.,  0.]], dtype=float32)
         """
-        call = f"{_CALL}.prefetch"
-        self._check_open(call)
-        depth = check_ahead(call, ids_of, depth)
-        if isinstance(capacity, Mapping):
-            for name in capacity:
-                self._table(call, name)  # an unknown name would have no effect
-        slots = _slots_given(call, capacity)
-        return self._prefetch(call, batches, ids_of, depth, lambda _: slots, mode)
+        self.engine.check_open()
+        depth = _arguments.static_int("depth", depth)
+        if not callable(ids_of):
+            raise TypeError(
+                "KVStore.prefetch: ids_of must be a function that takes a batch and "
+                f"returns its ids, got {_arguments.kind_of(ids_of)}."
+            )
+        capacity_of = self._given_by_name(capacity)
 
-    def _prefetch(
-        self,
-        call: str,
-        batches: Iterable[Any],
-        ids_of: Callable[[Any], Any],
-        depth: int,
-        slots_of: Callable[[Any], Slots],
-        mode: str = "drop",
-    ) -> Generator[tuple[Any, Any]]:
-        """The iterator that `prefetch` returns."""
-
-        def prepare(batch):
+        def request_of(batch):
             ids = ids_of(batch)
-            is_alone = not isinstance(ids, Mapping)
-            if is_alone and len(self._tables) != 1:
+            if isinstance(ids, Mapping):
+                return Request(ids, capacity_of)
+            if len(self.names()) != 1:
                 raise TypeError(
-                    f"{call}: ids_of must return {{name: ids}} unless the store has "
-                    f"one table, got {_arguments.kind_of(ids)} for the tables "
+                    "KVStore.prefetch: ids_of must return {name: ids} unless the store "
+                    f"has one table, got {_arguments.kind_of(ids)} for the tables "
                     f"{self.names() or 'none'}."
                 )
-            if is_alone:
-                ids = {self.names()[0]: ids}
-            ids, slots = self._merged(call, ids), slots_of(batch)
+            return Request({self.names()[0]: ids}, capacity_of, alone=True)
 
-            def work():
-                found: list[_Pulled] = []
-                try:
-                    for name, some in ids.items():
-                        found.append(self._read_early(call, name, some, slots, mode))
-                except BaseException:  # the rows that were read are in flight no more
-                    for pulled in found:
-                        pulled.table.drop(pulled.early)
-                    raise
-                return found
-
-            return batch, is_alone, self._queue.submit(work)
-
-        ahead = ReadAhead(batches, prepare)
-        is_exiting = sys.is_finalizing  # when it is true, modules may be gone
-        self._queue.start_worker()
-        self._depths.append(depth)
-        for table in self._tables.values():
-            if table.keys is not None:
-                table.keys.latest_step = None
-        try:
-            while True:
-                self._check_open(call)
-                head = ahead.take()
-                if head is ReadAhead.END:
-                    break
-                batch, is_alone, early = head
-                handed_out = self._queue.submit(functools.partial(_hand_out, early))
-                ahead.fill(depth)
-                pulled = handed_out.result()
-                self._queue.raise_error()
-                found = self._on_device(pulled)
-                yield batch, (next(iter(found.values())) if is_alone else found)
-            self._queue.submit(lambda: None).result()  # wait for the last pushes
-            self._queue.raise_error()
-        finally:
-            if not is_exiting():
-                self._depths.remove(depth)
-                for _, _, early in ahead.rest():
-                    self._queue.submit(functools.partial(_drop, early))
-                self._queue.stop_worker()
+        return self.engine.prefetch(batches, request_of, depth, mode)
 
     # -- functions of trees with tables -----------------------------------------------
 
@@ -736,18 +643,15 @@ class KVStore:
           MXNet, `gluon.Trainer` with row-sparse parameters; TensorFlow Recommenders
           Addons, `dynamic_embedding.Variable`.
         """
-        call = f"{_CALL}.value_and_grad"
         numbers = check_fun(fun, argnums, has_aux)
-        slots = self._capacities(call, capacity)
 
         def body(rows, arguments, _):
-            args, kw = arguments
-            value, grads, found = _pulled_calls.gradient(
-                call, fun, numbers, has_aux, tables, rows, args, kw
+            value, grads, of_tables = _functions.gradient(
+                fun, numbers, has_aux, tables, rows, *arguments
             )
-            return value, put_tables(grads, [g for _, g in found])
+            return value, put_tables(grads, of_tables)
 
-        return self._on_pulled_rows(call, fun, body, slots)
+        return self._on_pulled_rows(fun, body, capacity)
 
     def forward(
         self,
@@ -777,14 +681,12 @@ class KVStore:
           >>> mean({"items": store["items"]}, jnp.array([3, 1]))
           Array([4., 5.], dtype=float32)
         """
-        call = f"{_CALL}.forward"
         check_fun(fun)
-        slots = self._capacities(call, capacity)
 
         def body(rows, arguments, _):
-            return _pulled_calls.forward(call, fun, rows, *arguments)
+            return _functions.forward(fun, rows, *arguments)
 
-        return self._on_pulled_rows(call, fun, body, slots)
+        return self._on_pulled_rows(fun, body, capacity)
 
     def train_step(
         self,
@@ -816,44 +718,30 @@ class KVStore:
           TypeError: `fun` is not a function, or `tx` not a transformation.
           KeyError: `capacity` has a table that does not exist.
         """
-        call = f"{_CALL}.train_step"
-        self._check_open(call)
-        self._capacities(call, capacity)
-        return TrainStep(self, fun, tx, has_aux, capacity, tables, donate)
+        self._given_by_name(capacity)
+        return TrainStep(self.engine, fun, tx, has_aux, capacity, tables, donate)
 
     def _on_pulled_rows(
-        self,
-        call: str,
-        fun: Callable[..., Any],
-        body: Callable[..., Any],
-        capacities: _pulled_calls.Capacities,
+        self, fun: Callable[..., Any], body: Callable[..., Any], capacity: Any
     ) -> Callable[..., Any]:
         """`body(rows, (args, kwargs), ())` as a function of the arguments of `fun`."""
-        row_ids = _pulled_calls.RowIds(call, self, lambda a: fun(*a[0], **a[1]))
-        run = _pulled_calls.jitted(body)
-        nothing = _pulled_calls.split(call, ())
+        self._given_by_name(capacity)
+        capacities, engine = Capacities(capacity), self.engine
+        row_ids = _functions.RowIds(engine, lambda a: fun(*a[0], **a[1]))
+        run = _functions.jitted(body)
+        nothing = _functions.split(())
 
         @functools.wraps(fun)
         def on_pulled_rows(*args, **kwargs):
-            self._check_open(call)
-            _pulled_calls.check_no_cache(call, (args, kwargs))
-            part = _pulled_calls.split(call, (args, kwargs))
-            program = row_ids.program(part)
-            slots = capacities.slots(call, program)
-            rows = self._pull_tables(call, row_ids.of(program, part), slots)
-            return run(rows, part, nothing)
+            engine.check_open()
+            _functions.check_no_cache((args, kwargs))
+            arguments = _functions.split((args, kwargs))
+            program = row_ids.program(*arguments)
+            ids = program.ids(arguments[0])
+            rows = engine.pull(ids, program.capacity(capacities))
+            return run(rows, arguments, nothing)
 
         return on_pulled_rows
-
-    def _capacities(self, call: str, capacity: Any) -> _pulled_calls.Capacities:
-        """Checks `capacity`, an int or None, or a dict of them."""
-        given = capacity if isinstance(capacity, Mapping) else {None: capacity}
-        for name, size in given.items():
-            if name is not None:
-                self._table(call, name)  # an unknown name would have no effect
-            if size is not None:
-                _arguments.check_capacity(size)
-        return _pulled_calls.Capacities(capacity)
 
     # -- all rows ---------------------------------------------------------------------
 
@@ -867,20 +755,20 @@ class KVStore:
           progress: True for a progress bar on stderr, or a function of (rows done, rows
             in all).
         """
-        call = f"{_CALL}.pull_all"
-        table = self._table(call, name)
+        table = self.engine.table(name)
 
         def work():
-            table.check_written_back(call)
-            out = np.empty(table.shape, table.dtype)
+            table.check_written_back()
+            out = np.empty(table.spec.shape, table.spec.dtype)
             for rows in table.chunks():
                 table.peek(rows, out[rows[0] : rows[-1] + 1])
                 report(int(rows[-1]) + 1, table.height)
             return out
 
-        with _progress.progress_reporter(call, progress) as report:
-            own = self._run(call, work)
-        return own if table.owners.count == 1 else of_all_processes(table.owners, own)
+        with _progress.progress_reporter("KVStore.pull_all", progress) as report:
+            own = self.engine.run(work)
+        owners = table.spec.owners
+        return own if owners.count == 1 else of_all_processes(owners, own)
 
     def assign(self, name: str, weights: ArrayLike | SelectedRows) -> None:
         """Sets the weights of rows; the optimizer state does not change.
@@ -904,23 +792,22 @@ class KVStore:
           Array([[0., 0.],
                  [1., 1.]], dtype=float32)
         """
-        call = f"{_CALL}.assign"
-        table = self._table(call, name)
+        table, whole = self.engine.table(name), self.engine.on_one_device
         given = weights
         if isinstance(weights, SelectedRows):
-            rows, values = self._on_one_device(weights.rows, weights.values)
+            rows, values = whole(weights.rows), whole(weights.values)
             given = SelectedRows(rows, values, weights.height)
         else:
-            (given,) = self._on_one_device(weights)
+            given = whole(weights)
 
         def work():
-            table.check_not_cached(call)
-            with self._history.one_change():
+            table.check_not_cached()
+            with self.engine.history.one_change():
                 for rows, values in _rows_to_assign(table, given):
                     table.touch(rows)
                     table.write(rows, [values])
 
-        self._run(call, work)
+        self.engine.run(work)
 
     # -- files ------------------------------------------------------------------------
 
@@ -969,14 +856,14 @@ class KVStore:
           >>> float(store.pull_all("words").sum())
           10.0
         """
-        call = f"{_CALL}.save"
-        whole = lambda x: self._on_one_device(x)[0]
-        leaves = _extra.leaves_of(call, extra, whole)
+        call = "sparsejax.store.KVStore.save"
+        leaves = _extra.leaves_of(call, extra, self.engine.on_one_device)
         with _progress.progress_reporter(call, progress) as report:
 
             def write(path, stamp=None):
-                arguments = path, self._tables, self._history, report, leaves, stamp
-                self._run(call, lambda: _saving.save(*arguments))
+                tables, history = self.engine.tables, self.engine.history
+                arguments = path, tables, history, report, leaves, stamp
+                self.engine.run(lambda: _saving.save(*arguments))
 
             if self._processes is None:
                 write(path)
@@ -1016,18 +903,18 @@ class KVStore:
             processes are not of one save. Nothing has changed.
           RuntimeError: another process failed.
         """
-        call, processes = f"{_CALL}.load", self._processes
+        call, processes = "sparsejax.store.KVStore.load", self._processes
+        tables, history = self.engine.tables, self.engine.history
         with _progress.progress_reporter(call, progress) as report:
             if processes is not None:
                 _together.check_one_save(processes, call, path)
-                path = own_path(path, *self._place)
-            check = lambda: _saving.check(path, self._tables, report, extra)
-            arguments = path, self._tables, self._history, report
-            read = lambda: _saving.load(*arguments)
+                path = own_path(path, self.engine.process, self.engine.count)
+            check = lambda: _saving.check(path, tables, report, extra)
+            read = lambda: _saving.load(path, tables, history, report)
             if processes is None:
-                return self._run(call, lambda: (check(), read())[0])
-            found = processes.run(call, lambda: self._run(call, check))
-            processes.run(call, lambda: self._run(call, read))
+                return self.engine.run(lambda: (check(), read())[0])
+            found = processes.run(call, lambda: self.engine.run(check))
+            processes.run(call, lambda: self.engine.run(read))
             return found
 
     # -- what changed -----------------------------------------------------------------
@@ -1040,7 +927,7 @@ class KVStore:
         file. A table whose file already existed may have any rows, so that `init`
         begins a new version, before which no changes are known.
         """
-        return self._run(f"{_CALL}.version", lambda: self._history.version)
+        return self.engine.run(lambda: self.engine.history.version)
 
     def changed_since(self, version: int) -> dict[str, np.ndarray]:
         """The ids of the rows that changed after a version.
@@ -1071,17 +958,19 @@ class KVStore:
           >>> store.changed_since(before)
           {'words': array([7], dtype=int32)}
         """
-        call = f"{_CALL}.changed_since"
         version = _arguments.static_int("version", version)
+        tables, history = self.engine.tables, self.engine.history
 
         def work():
-            for table in self._tables.values():
+            for table in tables.values():
                 table.check_usable()
-                table.check_written_back(call)
-            found = _changes.changed_since(call, self._tables, self._history, version)
-            return {name: self._tables[name].ids_of(x) for name, x in found.items()}
+                table.check_written_back()
+            found = _changes.changed_since(
+                "KVStore.changed_since", tables, history, version
+            )
+            return {name: tables[name].ids_of(x) for name, x in found.items()}
 
-        return self._run(call, work)
+        return self.engine.run(work)
 
     def export_changes(
         self, path: str | os.PathLike[str], *, since: int, state: bool = False
@@ -1135,19 +1024,18 @@ class KVStore:
         References:
           TorchRec, `ModelDeltaTracker`; DeepRec, incremental checkpoints.
         """
-        call = f"{_CALL}.export_changes"
         since = _arguments.static_int("since", since)
         state = _arguments.check_bool("state", state)
-        path = own_path(path, *self._place)
-        arguments = path, self._tables, self._history, since, state
+        path = own_path(path, self.engine.process, self.engine.count)
+        arguments = path, self.engine.tables, self.engine.history, since, state
 
         def work():
-            for table in self._tables.values():
+            for table in self.engine.tables.values():
                 table.check_usable()
-                table.check_written_back(call)
+                table.check_written_back()
             return _changes.export(*arguments)
 
-        return self._run(call, work)
+        return self.engine.run(work)
 
     def apply_changes(self, path: str | os.PathLike[str]) -> dict[str, Changes]:
         """Applies a file that `export_changes` of another store wrote.
@@ -1179,10 +1067,9 @@ class KVStore:
         Example:
           See `export_changes`.
         """
-        call = f"{_CALL}.apply_changes"
-        path = own_path(path, *self._place)
-        work = functools.partial(_changes.apply, path, self._tables, self._history)
-        return self._run(call, work)
+        path = own_path(path, self.engine.process, self.engine.count)
+        tables, history = self.engine.tables, self.engine.history
+        return self.engine.run(lambda: _changes.apply(path, tables, history))
 
     def flush(self) -> None:
         """Waits until all pushes are done and memory-mapped tables are on the disk.
@@ -1190,26 +1077,17 @@ class KVStore:
         Raises:
           FileNotFoundError: a mapped file was deleted or replaced while it was open.
         """
-        call = f"{_CALL}.flush"
 
         def work():
-            for table in self._tables.values():
+            for table in self.engine.tables.values():
                 table.memory.flush()
-                table.memory.check_in_place(call)
+                table.memory.check_in_place()
 
-        self._run(call, work)
+        self.engine.run(work)
 
     def close(self) -> None:
         """Flushes, releases memory and files, and ends the store."""
-        if self._closed:
-            return
-
-        def work():
-            for table in self._tables.values():
-                table.close()
-            self._closed = True
-
-        self._run(f"{_CALL}.close", work)
+        self.engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -1219,160 +1097,31 @@ class KVStore:
 
     # -- private ----------------------------------------------------------------------
 
-    def _pull(
-        self, call: str, name: Any, ids: Any, slots: Slots, mode: str
-    ) -> SelectedRows:
-        self._table(call, name)
-        return self._pull_tables(call, {name: ids}, slots, mode)[name]
-
-    def _pull_tables(
-        self, call: str, ids: Mapping[str, Any], slots: Slots, mode: str = "drop"
-    ) -> dict[str, SelectedRows]:
-        """The rows of the ids of several tables, in one turn of the queue."""
-        ids = self._merged(call, ids)
-
-        def work():
-            found = []
-            for name, some in ids.items():
-                pulled = self._read_early(call, name, some, slots, mode)
-                pulled.table.drop(pulled.early)
-                found.append(pulled)
-            return found
-
-        return self._on_device(self._run(call, work))
-
-    def _read_early(
-        self, call: str, name: str, ids: Any, slots: Slots, mode: str
-    ) -> _Pulled:
-        """Reads the rows of `ids`, which are in flight from now on; in the queue."""
-        table = self._table(call, name)
-        table.check_written_back(call)
-        began = time.perf_counter()
-        owners = table.owners
-        rows = distinct_rows(call, name, ids, owners.height, mode)
-        capacity = slots(name, rows.size, owners.height)
-        own = owners.localize(rows)
-        own = own[own < table.height]
-        # For a mesh the rows are padded when they are copied to its devices.
-        size = capacity if self._devices is None else own.size
-        early = table.read_early(own, size, with_state=False)
-        table.pulls += 1
-        table.pulled_rows += own.size
-        table.pull_seconds += time.perf_counter() - began
-        return _Pulled(table, rows, capacity, early)
-
-    def _merged(self, call: str, ids: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The ids of all devices of the mesh, by table. A collective."""
-        heights = {name: self._table(call, name).owners.height for name in ids}
-        if self._devices is None:
-            return ids
-        return self._devices.merge_ids(call, ids, heights)
-
-    def _on_device(self, pulled: Sequence[_Pulled]) -> dict[str, SelectedRows]:
-        """Pulled rows as arrays; nothing writes to their buffers any more."""
-        found = {x.table.name: self._slots_and_values(x) for x in pulled}
-        if self._devices is None:
-            # One copy of all tables. The CPU device may use these buffers in place.
-            found = jax.device_put(found)
-        heights = {x.table.name: x.table.owners.height for x in pulled}
-        return {
-            name: SelectedRows(rows, values, heights[name])
-            for name, (rows, values) in found.items()
-        }
-
-    def _slots_and_values(self, pulled: _Pulled) -> tuple[Any, Any]:
-        """The rows and values of a SelectedRows; on the host without a mesh."""
-        owners, rows = pulled.table.owners, pulled.rows
-        (values,) = pulled.early.buffers
-        if self._devices is not None:
-            found = self._devices.replicate(owners, rows, values, pulled.capacity)
-            return found.rows, found.values
-        slots = np.full((pulled.capacity,), owners.height, rows.dtype)
-        slots[: rows.size] = rows
-        return slots, values
-
-    def _on_one_device(self, *arrays: Any) -> list[Any]:
-        """Arrays of a step over the mesh, each whole on one device."""
-        if self._devices is None:
-            return list(arrays)
-        return [self._devices.on_one_device(x) for x in arrays]
-
-    def _run(self, call: str, work: Callable[[], Any]) -> Any:
-        self._check_open(call)
-        return self._queue.call(work)
-
-    def _check_open(self, call: str) -> None:
-        if self._closed:
-            raise closed(call)
-
-    def _keyed(self, call: str, name: Any) -> tuple[Table, TableKeys]:
+    def _keyed(self, name: Any) -> tuple[Table, TableKeys]:
         """A table and its keys."""
-        table = self._table(call, name)
+        table = self.engine.table(name)
         if table.keys is None:
             raise ValueError(
-                f"{call}: table {name!r} was made without keys: its rows are ids. Pull "
-                "them by id, or pass init keys=sparsejax.store.KeyPolicy()."
+                f"Table {name!r} was made without keys: its rows are ids. Pull them by "
+                "id, or pass init keys=sparsejax.store.KeyPolicy()."
             )
         return table, table.keys
 
-    def _table(self, call: str, name: Any) -> Table:
-        self._check_open(call)
-        try:
-            return self._tables[name]
-        except (KeyError, TypeError):
-            names = ", ".join(map(repr, self.names()))
-            known = f"only {names}" if names else "nor any other"
-            raise KeyError(
-                f"{call}: there is no table {name!r}, {known}. Call init first."
-            ) from None
+    def _given_by_name(self, capacity: Any) -> CapacityOf:
+        """The capacities that were given, an int or None, or a dict of them."""
+        by_name = capacity if isinstance(capacity, Mapping) else {None: capacity}
+        for name, size in by_name.items():
+            if name is not None:
+                self.engine.table(name)  # an unknown name would have no effect
+            if size is not None:
+                _arguments.check_capacity(size)
+        return _given(capacity)
 
 
-def _slots_given(call: str, capacity: Any) -> Slots:
-    """The slots of `pull` and `prefetch`: given, or the next power of two."""
-
-    def slots(name, count, height):
-        by_name = isinstance(capacity, Mapping)
-        given = capacity.get(name) if by_name else capacity
-        return capacity_for(call, name, count, height, given)
-
-    return slots
-
-
-# ------------------------------------------------------------------ reading
-
-
-class _Pulled(NamedTuple):
-    """Rows of a table that were read for a batch.
-
-    Args:
-      table: of the rows.
-      rows: the distinct rows of the batch, ascending; of all processes.
-      capacity: slots of the result.
-      early: the weights of the rows that this process owns.
-    """
-
-    table: Table
-    rows: np.ndarray
-    capacity: int
-    early: EarlyRows
-
-
-def _hand_out(early: Future) -> list[_Pulled]:
-    """The rows of a batch in flight, with all writes so far; in the queue."""
-    found = early.result()  # done by now; raises its error
-    for pulled in found:
-        began = time.perf_counter()
-        pulled.table.hand_out(pulled.early)
-        pulled.table.pull_seconds += time.perf_counter() - began
-    return found
-
-
-def _drop(early: Future) -> None:
-    """Forgets a batch in flight; in the queue."""
-    # Done by now, but in a forked child, where the parent's worker will not read it.
-    if early.done() and early.exception() is None:
-        for pulled in early.result():
-            pulled.table.drop(pulled.early)
+def _given(capacity: Any) -> CapacityOf:
+    """The capacities of `pull` and `prefetch`: given, or the next power of two."""
+    given = Capacities(capacity).given
+    return lambda name, count, height: capacity_for(name, count, height, given(name))
 
 
 # ------------------------------------------------------------------ arguments
@@ -1380,54 +1129,38 @@ def _drop(early: Future) -> None:
 
 def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
     """Checks the argument of `push`, and returns it as one SelectedRows."""
-    call = f"{_CALL}.push"
-    if table.optimizer is None:
+    name, spec = table.spec.name, table.spec
+    if spec.optimizer is None:
         raise ValueError(
-            f"{call}: table {table.name!r} is read-only, since it was made with "
-            "tx=None. Pass init an optax transformation, for example "
-            "sparsejax.optim.adagrad(0.1)."
+            f"KVStore.push: table {name!r} is read-only, since it was made with "
+            "tx=None. Pass init an optax transformation."
         )
     parts = list(grads) if isinstance(grads, (list, tuple)) else [grads]
     if not parts:
-        raise ValueError(
-            f"{call}: grads for table {table.name!r} is an empty list. Pass at least "
-            "one SelectedRows."
-        )
+        raise ValueError(f"KVStore.push: grads for table {name!r} is an empty list.")
     for part in parts:
         if not isinstance(part, SelectedRows):
-            raise _arguments.wrong_type(
-                call,
-                f"the gradient for table {table.name!r}",
-                "a SelectedRows or a list of them",
-                _arguments.kind_of(part),
-                "Use sparsejax.value_and_grad with respect to the pulled SelectedRows.",
+            raise TypeError(
+                f"KVStore.push: the gradient for table {name!r} must be a SelectedRows "
+                f"or a list of them, got {_arguments.kind_of(part)}. Use "
+                "sparsejax.value_and_grad with respect to the pulled SelectedRows."
             )
         rows = part.rows  # which may take a program
         dtype = getattr(rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-            found = type(rows).__name__ if dtype is None else dtype
-            raise _arguments.wrong_type(
-                call,
-                f"the rows of the gradient for table {table.name!r}",
-                "integers",
-                str(found),
-                "(jax.grad returns no ids, and jax.tree.map changes them.) Use "
-                "sparsejax.value_and_grad, and SelectedRows.map to change only the "
-                "values.",
+            raise TypeError(
+                f"KVStore.push: the rows of the gradient for table {name!r} must be "
+                f"integers, got {type(rows).__name__ if dtype is None else dtype}. Use "
+                "sparsejax.value_and_grad, since jax.grad returns no ids, and "
+                "SelectedRows.map to change only the values."
             )
-        check_not_traced(call, table.name, "gradients", rows, part.values)
-        if jnp.issubdtype(part.dtype, jnp.complexfloating):
-            raise _arguments.wrong_type(
-                call,
-                f"the gradient for table {table.name!r}",
-                f"real like the table ({table.dtype})",
-                str(part.dtype),
-                "If this is intended, use its .real part.",
-            )
-        if part.shape != table.whole_shape:
-            raise ValueError(
-                f"{call}: the gradient for table {table.name!r} must have the shape of "
-                f"the table, {table.whole_shape}, got {part.shape}."
+        check_not_traced(name, "gradients", rows, part.values)
+        is_complex = jnp.issubdtype(part.dtype, jnp.complexfloating)
+        if is_complex or part.shape != spec.whole_shape:
+            raise (TypeError if is_complex else ValueError)(
+                f"KVStore.push: the gradient for table {name!r} must be real and of "
+                f"the shape of the table, {spec.whole_shape}, got {part.dtype} of "
+                f"shape {part.shape}."
             )
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
@@ -1436,45 +1169,37 @@ def _rows_to_assign(
     table: Table, weights: Any
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yields distinct ascending rows of this process and their weights."""
-    call, name = f"{_CALL}.assign", table.name
+    name, spec, owners = table.spec.name, table.spec, table.spec.owners
     is_sparse = isinstance(weights, SelectedRows)
     values = weights.values if is_sparse else weights
-    check_not_traced(call, name, "weights", values)
+    check_not_traced(name, "weights", values)
     is_known = is_sparse or _arguments.is_array(weights)
     dtype = getattr(values, "dtype", None)
     is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-    if (
-        not is_known
-        or weights.shape != table.whole_shape
-        or is_complex > (table.dtype.kind == "c")
-    ):
-        found = _arguments.kind_of(weights)
-        if is_known:
-            found = f"{dtype}{list(weights.shape)}"
-        raise _arguments.wrong_type(
-            call,
-            f"weights for table {name!r}",
-            f"a SelectedRows or an array of all rows, of shape {table.whole_shape} "
-            "(and real if the table is)",
-            str(found),
+    is_same = is_known and weights.shape == spec.whole_shape
+    if not is_same or is_complex > (spec.dtype.kind == "c"):
+        shown = f"{dtype}{list(weights.shape)}" if is_known else None
+        raise TypeError(
+            f"KVStore.assign: weights for table {name!r} must be a SelectedRows or an "
+            f"array of all rows, of shape {spec.whole_shape} (and real if the table "
+            f"is), got {shown or _arguments.kind_of(weights)}."
         )
     values = np.asarray(values)
     if not is_sparse:
         for rows in table.chunks():
-            yield rows, values[table.owners.ids(rows)].astype(table.dtype)
+            yield rows, values[owners.ids(rows)].astype(spec.dtype)
         return
-    check_not_traced(call, name, "ids", weights.rows)
+    check_not_traced(name, "ids", weights.rows)
     rows = np.asarray(weights.rows)
-    height = table.owners.height
-    check_rows(call, name, rows, height)
-    distinct, positions, capacity = slots_of(rows, height)
+    check_rows(name, rows, owners.height)
+    distinct, positions, capacity = places_of(rows, owners.height)
     filled = np.flatnonzero(positions < capacity)
     if filled.size != distinct.size:
         raise ValueError(
-            f"{call}: the SelectedRows for table {name!r} has duplicate rows. "
+            f"KVStore.assign: the SelectedRows for table {name!r} has duplicate rows. "
             "Pass each row once; .coalesce() sums duplicates."
         )
     order = filled[np.argsort(positions[filled])]
-    own = table.owners.localize(distinct)
+    own = owners.localize(distinct)
     is_own = own < table.height
-    yield own[is_own], values[order[is_own]].astype(table.dtype)
+    yield own[is_own], values[order[is_own]].astype(spec.dtype)

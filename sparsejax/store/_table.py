@@ -12,6 +12,7 @@ which other rows were touched before or together with it.
 Nothing here is thread-safe: the work on a table runs in its queue, one call at a time.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,11 +23,11 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax.store import _format
 from sparsejax.store._history import History, RowVersions
-from sparsejax.store._in_flight import EarlyRows, WorkQueue
+from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
-from sparsejax.store._requested_rows import MIN_CAPACITY, bucket, slots_of
+from sparsejax.store._requested import MIN_CAPACITY, bucket, places_of
 
 
 CHUNK = 1 << 16  # rows at a time, when all rows are read or written
@@ -76,22 +77,13 @@ class TableStats(NamedTuple):
     refused_keys: int = 0
     waiting_keys: int = 0
 
-    @property
-    def pulled_rows_per_second(self) -> float:
-        """Distinct rows per second of work."""
-        return self.pulled_rows / self.pull_seconds if self.pull_seconds else 0.0
 
-    @property
-    def pushed_rows_per_second(self) -> float:
-        """Distinct rows per second of work."""
-        return self.pushed_rows / self.push_seconds if self.push_seconds else 0.0
-
-
-class Table:
-    """One named table.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TableSpec:
+    """A table before it has rows.
 
     Args:
-      name: for messages.
+      name: of the table.
       shape: `[V, ...]`, of the rows that this process owns.
       dtype: of the weights.
       optimizer: or None, for a table that is only read.
@@ -99,57 +91,118 @@ class Table:
         with shape `[1, ...]` for each row; None for zeros or weights that were given.
       key: of the initializer, encoded by `_format.encode_key`.
       given: True if the weights of all rows were given.
-      memory: `Memory` or `MappedFile`, with the arrays of `arrays_of`.
-      queue: in which all work on the table runs; the tables of a store share it.
       owners: which ids the rows have, if several processes share a larger table.
-      history: the versions of its store.
       policy: of its keys, or None for a table without keys.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: Any,
-        optimizer: Optimizer | None,
-        initializer: Callable | None,
-        key: dict[str, Any],
-        given: bool,
-        memory: Any,
-        queue: WorkQueue,
-        owners: Owners,
-        history: History,
-        policy: KeyPolicy | None = None,
-    ):
-        self.name, self.shape, self.dtype = name, shape, np.dtype(dtype)
-        self.height = shape[0]
-        self.whole_shape = (owners.height, *shape[1:])  # of all processes
-        self.optimizer, self.initializer = optimizer, initializer
-        self.key, self.given, self.memory = key, given, memory
-        self.first = first_values(initializer, shape[1:], dtype, key)
-        self.queue, self.owners, self.history = queue, owners, history
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    optimizer: Optimizer | None
+    initializer: Callable | None
+    key: dict[str, Any]
+    given: bool
+    owners: Owners
+    policy: KeyPolicy | None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the table of all processes."""
+        return (self.owners.height, *self.shape[1:])
+
+    @functools.cached_property
+    def first(self) -> list[float]:
+        """The first values of row 0 when it starts; none without an initializer.
+
+        By them a file whose rows had another initializer is found.
+        """
+        made = np.asarray(self.first_weights(np.zeros((1,), np.uint32)))
+        return np.real(made).reshape(-1)[:8].astype(np.float64).tolist()
+
+    def first_weights(self, ids: np.ndarray) -> np.ndarray:
+        """The weights with which the rows of ids start; none without an initializer."""
+        if self.initializer is None:
+            return np.zeros((0, *self.shape[1:]), self.dtype)
+        # The programs run on full buckets: XLA compiles the remainder of a vectorized
+        # loop differently, and a row must not depend on how many are touched with it.
+        padded = np.zeros((bucket(ids.size),), np.uint32)
+        padded[: ids.size] = ids
+        with on_host():
+            key = _format.decode_key(self.key)
+            shape = 1, *self.shape[1:]
+            new = _first_rows(self.initializer, shape, self.dtype, key, padded)
+        return np.asarray(new)[: ids.size].reshape(-1, *self.shape[1:])
+
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """The arrays: weights, touched, state by row, other state, keys."""
+        specs = [(self.shape, self.dtype), (self.shape[:1], np.uint8)]
+        if self.optimizer is not None:
+            pairs = list(zip(self.optimizer.specs, self.optimizer.by_row))
+            specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if by_row]
+            specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
+        keys = [] if self.policy is None else specs_of_keys(self.shape[0])
+        return [*(jax.ShapeDtypeStruct(*spec) for spec in specs), *keys]
+
+    def describe(self) -> dict[str, Any]:
+        """The description with which files of the table begin, ready for JSON."""
+        leaves = []
+        if self.optimizer is not None:
+            leaves = [
+                {
+                    "name": name,
+                    "shape": list(spec.shape),
+                    "dtype": np.dtype(spec.dtype).name,
+                    "by_row": by_row,
+                }
+                for name, spec, by_row in zip(
+                    self.optimizer.names, self.optimizer.specs, self.optimizer.by_row
+                )
+            ]
+        return {
+            "shape": list(self.shape),
+            "dtype": self.dtype.name,
+            "state": leaves,
+            "given": self.given,
+            "first": self.first,
+            "key": self.key,
+            "keyed": self.policy is not None,
+        }
+
+
+class Table:
+    """One named table.
+
+    Args:
+      spec: of the table.
+      memory: `Memory` or `MappedFile`, with the arrays of `spec.arrays()`.
+      history: the versions of its store.
+    """
+
+    def __init__(self, spec: TableSpec, memory: Any, history: History):
+        self.spec, self.memory, self.history = spec, memory, history
+        self.height = spec.shape[0]
         self.forget_changes()
         self.in_flight: list[EarlyRows] = []
         self.weights, self.touched, *state = memory.arrays
         self.keys = None
-        if policy is not None:
+        if spec.policy is not None:
             count = len(specs_of_keys(self.height))
-            self.keys = TableKeys(policy, state[-count:])
+            self.keys = TableKeys(spec.policy, state[-count:])
             state = state[:-count]
-        count = sum(optimizer.by_row) if optimizer else 0
+        count = 0 if spec.optimizer is None else sum(spec.optimizer.by_row)
         self.by_row, self.rest = state[:count], state[count:]
-        self.is_loading = self.is_closed = False
+        self.is_loading = False
         self.journal: str | None = None  # id of the journal that rolls its file back
-        self.cache: Any = None  # the CachedTable over it
+        self.cache: Any = None  # the cache of its rows on the device
         self.flushed_step: int | None = None  # the step of the last flush of the cache
         self.pulls = self.pulled_rows = self.pushes = self.pushed_rows = 0
         self.pull_seconds = self.push_seconds = 0.0
         # For each leaf of state: True if it starts as zeros for any weights.
         self._is_zero = []
-        if optimizer is not None:
+        if spec.optimizer is not None:
             rng = np.random.default_rng(0)
-            weights = rng.standard_normal((MIN_CAPACITY, *shape[1:]))
-            leaves, _ = optimizer.init(weights.astype(self.dtype))
+            weights = rng.standard_normal((MIN_CAPACITY, *spec.shape[1:]))
+            leaves, _ = spec.optimizer.init(weights.astype(spec.dtype))
             self._is_zero = [not x.any() for x in leaves]
 
     def stats(self) -> TableStats:
@@ -176,64 +229,35 @@ class Table:
             push_seconds=self.push_seconds,
         )
 
-    def description(self, key: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The description of the table that its files begin with.
-
-        Args:
-          key: another key of the initializer than the table's own.
-        """
-        first = self.first
-        if key is not None:
-            first = first_values(self.initializer, self.shape[1:], self.dtype, key)
+    def description(self) -> dict[str, Any]:
+        """The description of the table that its files begin with."""
         step = {} if self.flushed_step is None else {"step": self.flushed_step}
-        return step | _format.describe(
-            self.shape,
-            self.dtype,
-            self.optimizer,
-            key or self.key,
-            given=self.given,
-            first=first,
-            keyed=self.keys is not None,
-        )
-
-    def run(self, call: str, work: Callable[[], Any]) -> Any:
-        """Waits for the turn of `work` in the queue, and returns its result."""
-        self.check_open(call)
-        return self.queue.call(work)
-
-    def check_open(self, call: str) -> None:
-        """Raises a ValueError if the store was closed."""
-        if self.is_closed:
-            raise closed(call)
+        return step | self.spec.describe()
 
     def check_usable(self) -> None:
-        """Raises an error if the table is closed or half loaded."""
-        if self.is_closed:
-            raise ValueError(
-                f"sparsejax.store: the store of table {self.name!r} is closed."
-            )
+        """Raises a RuntimeError if the table is half loaded."""
         if self.is_loading:
             raise RuntimeError(
-                f"sparsejax.store: table {self.name!r} is half loaded: KVStore.load or "
+                f"Table {self.spec.name!r} is half loaded: KVStore.load or "
                 "apply_changes stopped before the end. Call load again."
             )
 
-    def check_not_cached(self, call: str) -> None:
+    def check_not_cached(self) -> None:
         """Raises a RuntimeError if a CachedTable is over the table."""
         if self.cache is not None:
             raise RuntimeError(
-                f"{call}: table {self.name!r} has rows in a CachedTable on the device, "
+                f"Table {self.spec.name!r} has rows in a CachedTable on the device, "
                 "which would not see this change. First call close() of the "
                 "CachedTable."
             )
 
-    def check_written_back(self, call: str) -> None:
+    def check_written_back(self) -> None:
         """Raises a RuntimeError if rows were trained that only the device has."""
         if self.cache is not None and not self.cache.is_flushed:
             raise RuntimeError(
-                f"{call}: table {self.name!r} has rows in a CachedTable that were "
-                "trained on the device since its last flush. First call "
-                "flush(params, opt_state) of the CachedTable."
+                f"Table {self.spec.name!r} has rows in a CachedTable that were trained "
+                "on the device since its last flush. First call flush(params, "
+                "opt_state) of the CachedTable."
             )
 
     # -- reading ----------------------------------------------------------------------
@@ -275,7 +299,7 @@ class Table:
         """The weights of consecutive `rows`, into `out`, without touching them."""
         self.check_usable()
         out[...] = self.weights[rows[0] : rows[-1] + 1]
-        if self.initializer is not None:
+        if self.spec.initializer is not None:
             fresh = self.touched[rows[0] : rows[-1] + 1] == 0
             if fresh.any():
                 out[fresh] = self.first_weights(rows[fresh])
@@ -308,11 +332,11 @@ class Table:
         Args:
           rows, values: of the gradient.
         """
-        assert self.optimizer is not None
-        distinct, positions, capacity = slots_of(rows, self.height)
+        assert self.spec.optimizer is not None
+        distinct, positions, capacity = places_of(rows, self.height)
         self.touch(distinct)
         weights, *by_row = EarlyRows(self.columns, distinct, capacity).buffers
-        weights, by_row, rest = self.optimizer.update(
+        weights, by_row, rest = self.spec.optimizer.update(
             weights, by_row, self.rest, distinct.size, positions, values
         )
         self.write(distinct, [x[: distinct.size] for x in (weights, *by_row)])
@@ -325,7 +349,6 @@ class Table:
 
     def insert(
         self,
-        call: str,
         keys: np.ndarray,
         step: int,
         where: np.ndarray | None,
@@ -339,7 +362,7 @@ class Table:
         plan = self.keys.plan(keys, step, where, held_steps)
         if plan.evicted.size and self.cache is not None:
             raise RuntimeError(
-                f"{call}: table {self.name!r} is full (new keys without a row: "
+                f"Table {self.spec.name!r} is full (new keys without a row: "
                 f"{plan.evicted.size}), and a row that is in a CachedTable cannot "
                 "change hands. First call flush(params, opt_state) and close() of the "
                 "CachedTable, and make another one after insert; or refuse such keys, "
@@ -365,20 +388,20 @@ class Table:
         """Gives the untouched rows among `rows` their initial weights and state."""
         self.check_usable()
         fresh = rows[np.take(self.touched, rows, mode="clip") == 0]
-        if self.initializer is None and all(self._is_zero):
+        if self.spec.initializer is None and all(self._is_zero):
             self.touched[fresh] = 1  # weights and state are zeros, or were given
             return
         for start in range(0, fresh.size, CHUNK):
             block = fresh[start : start + CHUNK]
             weights = self.first_weights(block)
-            if self.initializer is not None:
+            if self.spec.initializer is not None:
                 put_rows(self.weights, block, weights)
-            if self.optimizer is not None:
-                shape = bucket(block.size), *self.shape[1:]
-                padded = np.empty(shape, self.dtype)
+            if self.spec.optimizer is not None:
+                shape = bucket(block.size), *self.spec.shape[1:]
+                padded = np.empty(shape, self.spec.dtype)
                 padded[: block.size] = weights
                 padded[block.size :] = 0
-                leaves, _ = self.optimizer.init(padded)
+                leaves, _ = self.spec.optimizer.init(padded)
                 for column, new, is_zero in zip(self.by_row, leaves, self._is_zero):
                     if not is_zero:
                         put_rows(column, block, new[: block.size])
@@ -387,17 +410,9 @@ class Table:
 
     def first_weights(self, rows: np.ndarray) -> np.ndarray:
         """The weights of untouched rows."""
-        if self.initializer is None:
+        if self.spec.initializer is None:
             return np.take(self.weights, rows, axis=0, mode="clip")
-        # The programs run on full buckets: XLA compiles the remainder of a vectorized
-        # loop differently, and a row must not depend on how many are touched with it.
-        ids = np.zeros((bucket(rows.size),), np.uint32)
-        ids[: rows.size] = self.owners.ids(rows)
-        with on_host():
-            key = _format.decode_key(self.key)
-            shape = 1, *self.shape[1:]
-            new = _first_rows(self.initializer, shape, self.dtype, key, ids)
-        return np.asarray(new)[: rows.size].reshape(-1, *self.shape[1:])
+        return self.spec.first_weights(self.spec.owners.ids(rows))
 
     def clear(self, rows: np.ndarray) -> None:
         """Makes `rows` untouched again: fresh weights and state when next touched."""
@@ -413,12 +428,13 @@ class Table:
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
         """The ids of rows of this process, in the dtype of `SelectedRows.rows`."""
-        return self.owners.ids(rows).astype(_arguments.index_dtype(self.owners.height))
+        owners = self.spec.owners
+        return owners.ids(rows).astype(_arguments.index_dtype(owners.height))
 
     def reset(self, key: dict[str, Any]) -> None:
         """Makes all rows untouched again; rows touched later start from `key`."""
         for rows in self.chunks():
-            if not self.given:
+            if not self.spec.given:
                 rows = rows[self.touched[rows] != 0]
             for column in [self.weights, *self.by_row, self.touched]:
                 column[rows] = 0
@@ -430,18 +446,21 @@ class Table:
 
     def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
         """Changes the description of the table, also in its mapped file."""
-        if key != self.key:
-            self.first = first_values(self.initializer, self.shape[1:], self.dtype, key)
-        self.key, self.given = key, given
+        self.spec = dataclasses.replace(self.spec, key=key, given=given)
         marks: dict[str, Any] = {"loading": True} if self.is_loading else {}
         if self.journal is not None:
             marks["journal"] = self.journal
         self.memory.describe(self.description() | marks)
 
+    def given_in_file(self, found: dict[str, Any]) -> None:
+        """Takes over the marks in the header of a mapped file that was opened."""
+        self.spec = dataclasses.replace(self.spec, given=found["given"])
+        self.journal, self.flushed_step = found.get("journal"), found.get("step")
+
     def set_loading(self, loading: bool) -> None:
         """Marks the table as half loaded or not, also in its mapped file."""
         self.is_loading = loading
-        self.describe_as(self.key, given=self.given)
+        self.describe_as(self.spec.key, given=self.spec.given)
 
     def set_journal(self, journal: str | None) -> None:
         """Marks the table as changed since a journal was begun, also in its file.
@@ -449,50 +468,16 @@ class Table:
         With None, the table is marked as flushed at its `flushed_step`.
         """
         self.journal = journal
-        self.describe_as(self.key, given=self.given)
+        self.describe_as(self.spec.key, given=self.spec.given)
 
     def close(self) -> None:
         """Releases the arrays."""
-        self.is_closed = True
         if self.cache is not None:
             self.cache.release()
         self.weights = self.touched = np.zeros((0,))
         self.changed_at = RowVersions(0)
         self.by_row, self.rest, self.keys = [], [], None
         self.memory.close()
-
-
-def closed(call: str) -> ValueError:
-    """The error for a call of a closed store."""
-    return ValueError(f"{call}: this store is closed. Make a new one.")
-
-
-def arrays_of(
-    shape: tuple[int, ...], dtype: Any, optimizer: Optimizer | None, keyed: bool
-) -> list[jax.ShapeDtypeStruct]:
-    """Specs of a table's arrays: weights, touched, state by row, other state, keys."""
-    specs = [(shape, dtype), (shape[:1], np.uint8)]
-    if optimizer is not None:
-        pairs = list(zip(optimizer.specs, optimizer.by_row))
-        specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if by_row]
-        specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
-    keys = specs_of_keys(shape[0]) if keyed else []
-    return [*(jax.ShapeDtypeStruct(*spec) for spec in specs), *keys]
-
-
-def first_values(
-    initializer: Callable | None, row: tuple[int, ...], dtype: Any, key: dict[str, Any]
-) -> list[float]:
-    """The first values of row 0 when it starts; none without an initializer."""
-    if initializer is None:
-        return []
-    ids = np.zeros((MIN_CAPACITY,), np.uint32)
-    with on_host():
-        made = _first_rows(
-            initializer, (1, *row), np.dtype(dtype), _format.decode_key(key), ids
-        )
-    flat = np.asarray(made[0]).reshape(-1)[:8]
-    return np.real(flat).astype(np.float64).tolist()
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

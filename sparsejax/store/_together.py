@@ -28,7 +28,7 @@ import numpy as np
 
 from sparsejax._files import as_path
 from sparsejax.store import _saving
-from sparsejax.store._make import own_path
+from sparsejax.store._init_table import own_path
 
 
 T = TypeVar("T")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,8 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim import global_norm
-from sparsejax.store._in_flight import OtherThread
-from sparsejax.store._leaf import CachedRows, put_tables, tables_of
-from sparsejax.store._pulled_calls import (
-    Capacities,
-    Part,
+from sparsejax.store._engine import Engine, Request
+from sparsejax.store._functions import (
     Program,
     RowIds,
     Rows,
@@ -28,14 +24,13 @@ from sparsejax.store._pulled_calls import (
     spec_of,
     split,
 )
-from sparsejax.store._requested_rows import distinct_rows
+from sparsejax.store._in_flight import OtherThread
+from sparsejax.store._requested import Capacities, distinct_rows
+from sparsejax.store._tree_tables import caches_of, put_tables, tables_of
 from sparsejax.transform.trace import check_fun
 
 
-if TYPE_CHECKING:
-    from sparsejax.store._store import KVStore
-
-_CALL = "sparsejax.store.KVStore.train_step"
+_CALL = "KVStore.train_step"
 
 
 class RowsStep:
@@ -45,8 +40,7 @@ class RowsStep:
     them, and `Trainer` pulls them: see `ListedTable`.
 
     Args:
-      call: for messages.
-      store: of the tables.
+      engine: of the store of the tables.
       fun, tx, has_aux, tables, donate: as in `KVStore.train_step`.
       clip_norm: the largest global norm of all gradients together, or None.
       checked: True to run under `checkify`; a failed check raises before the push.
@@ -54,8 +48,7 @@ class RowsStep:
 
     def __init__(
         self,
-        call: str,
-        store: Any,
+        engine: Engine,
         fun: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         *,
@@ -65,69 +58,65 @@ class RowsStep:
         clip_norm: float | None = None,
         checked: bool = False,
     ):
-        self._call, self._store, self._fun, self._tx = call, store, fun, tx
+        self._engine, self._fun, self._tx = engine, fun, tx
         self._has_aux, self._tables, self._clip_norm = has_aux, tables, clip_norm
         self._run = jitted(self._compute, donate, checked)
         self.compilations = 0
 
     def __call__(
-        self, params: PyTree, opt_state: PyTree, batch: Part, rows: Rows
-    ) -> tuple[Any, Any, Any, Mapping[str, SelectedRows]]:
-        """`(params, opt_state, value, grads)`; `push` the gradients then."""
-        first = split(self._call, (params, opt_state))
-        params, opt_state, value, of_slots = self._run(rows, first, batch)
+        self, params: PyTree, opt_state: PyTree, batch: Any, rows: Rows
+    ) -> tuple[Any, Any, Any, dict[str, Any]]:
+        """`(params, opt_state, value, grads)`; `push` the gradients then.
+
+        Args:
+          params, opt_state: of the step.
+          batch: the batch, from `split`.
+          rows: by table.
+        """
+        first = split((params, opt_state))
+        params, opt_state, value, of_rows = self._run(rows, first, batch)
         # Their ids are known before the program has ended.
-        grads = {name: self._gradient(name, x, rows) for name, x in of_slots.items()}
+        grads = {name: (_ids(rows.get(name)), x) for name, x in of_rows.items()}
         return params, opt_state, value, grads
 
-    def _gradient(self, name: str, values: jax.Array, rows: Rows) -> SelectedRows:
-        """A gradient of the rows that were pulled; of no row if none was."""
-        if name in rows:
-            return SelectedRows(rows[name].rows, values, rows[name].height)
-        height = self._store.spec(name).shape[0]
-        return SelectedRows(np.full(len(values), height), values, height)
-
     def push(self, grads: Mapping[str, Any]) -> None:
-        """Pushes the gradients of a step, by table."""
-        for name, grad in grads.items():
-            self._store.push(name, grad)
+        """Pushes the gradients of a step, by table; `None` as ids for no rows."""
+        for name, (ids, values) in grads.items():
+            if ids is None:
+                ids = np.full(len(values), self._engine.tables[name].spec.owners.height)
+            self._engine.push(name, ids, values)
 
     def _compute(self, rows: Any, first: Any, batch: Any) -> Any:
         self.compilations += 1  # runs once per compilation
         params, opt_state = first
-        names = {table.name for table in tables_of(params)}
-        frozen = [name for name in names if not self._store.is_trainable(name)]
-        for table in _caches(params):
-            if table.name in frozen:
-                raise ValueError(
-                    f"{self._call}: table {table.name!r} of a CachedTable was made "
-                    "with tx=None, so it has no optimizer. Make it with the one that "
-                    f"tx applies to it, or put store[{table.name!r}] into params."
-                )
-        arguments = rows, (params, batch), {}, frozen
-        value, grads, found = gradient(
-            self._call, self._fun, 0, self._has_aux, self._tables, *arguments
+        places, specs = tables_of(params), self._engine.tables
+        frozen = [t.name for t in places if specs[t.name].spec.optimizer is None]
+        value, grads, of_tables = gradient(
+            self._fun,
+            0,
+            self._has_aux,
+            self._tables,
+            rows,
+            (params, batch),
+            {},
+            frozen,
         )
         # For `tx`, tables of the store have no gradient, but tables of a cache do.
-        of_tx, by_table = iter(found), {}
-        places = []
-        for table in tables_of(params):
-            if table.name in frozen:
-                places.append(table)
-                continue
-            name, grad = next(of_tx)
-            is_cached = isinstance(table, CachedRows)
-            places.append(grad if is_cached else table)
-            if not is_cached:
-                by_table.setdefault(name, []).append(grad)
+        rest, pushed, kept = iter(of_tables), {}, []
+        for table in places:
+            grad = table if table.name in frozen else next(rest)
+            if is_selected_rows(grad):
+                pushed.setdefault(table.name, []).append(grad)
+                grad = table
+            kept.append(grad)
         # The gradients of a table have the same rows.
-        by_table = {name: _sum(parts) for name, parts in by_table.items()}
-        grads = put_tables(grads, places)
+        pushed = {name: _sum(parts) for name, parts in pushed.items()}
+        grads = put_tables(grads, kept)
         if self._clip_norm is not None:
-            by_table, grads = _clip((by_table, grads), self._clip_norm)
+            pushed, grads = _clip((pushed, grads), self._clip_norm)
         updates, opt_state = self._tx.update(grads, opt_state, params)
-        of_slots = {name: grad.values for name, grad in by_table.items()}
-        return optax.apply_updates(params, updates), opt_state, value, of_slots
+        of_rows = {name: grad.values for name, grad in pushed.items()}
+        return optax.apply_updates(params, updates), opt_state, value, of_rows
 
 
 class TrainStep:
@@ -151,7 +140,7 @@ class TrainStep:
     - `compilations`: the number of times that the step was compiled.
 
     Args:
-      store: the store of the tables.
+      engine: of the store of the tables.
       fun, tx, has_aux, capacity, tables, donate: as in `KVStore.train_step`.
 
     Raises:
@@ -179,7 +168,7 @@ class TrainStep:
 
     def __init__(
         self,
-        store: KVStore,
+        engine: Engine,
         fun: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         has_aux: bool,
@@ -189,18 +178,15 @@ class TrainStep:
     ):
         check_fun(fun, 0, has_aux)
         if not callable(getattr(tx, "init", None)):
-            raise _arguments.wrong_type(
-                _CALL,
-                "tx",
-                "an optax transformation, for example optax.adam(1e-3)",
-                _arguments.kind_of(tx),
+            raise TypeError(
+                f"{_CALL}: tx must be an optax transformation, for example "
+                f"optax.adam(1e-3), got {_arguments.kind_of(tx)}."
             )
         donate = _arguments.check_bool("donate", donate)
-        self._store = store
-        self._ids = RowIds(_CALL, store, fun)
+        self._engine, self._ids = engine, RowIds(engine, fun)
         self._capacities = Capacities(capacity)
         self._step = RowsStep(
-            _CALL, store, fun, tx, has_aux=has_aux, tables=tables, donate=donate
+            engine, fun, tx, has_aux=has_aux, tables=tables, donate=donate
         )
 
     @property
@@ -210,9 +196,9 @@ class TrainStep:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{_CALL}: a step cannot be copied or pickled, because its store has a "
-            "thread. Save the tables with store.save(path), and params and opt_state "
-            "with any tool."
+            "A step of KVStore.train_step cannot be copied or pickled, because its "
+            "store has a thread. Save the tables with store.save(path), and params and "
+            "opt_state with any tool."
         )
 
     def __call__(
@@ -220,7 +206,7 @@ class TrainStep:
         params: PyTree,
         opt_state: PyTree,
         batch: PyTree,
-        rows: Mapping[str, SelectedRows] | None = None,
+        rows: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Any, Any]:
         """One step on one batch.
 
@@ -241,25 +227,33 @@ class TrainStep:
           ValueError: the ids of a read depend on rows of a table of the store; the
             batch reads more rows than `capacity`. Nothing has changed.
         """
-        first, rest = split(_CALL, params), split(_CALL, batch)
-        program = self._ids.program(first, rest)
+        (arrays, static), rest = split(params), split(batch)
+        program = self._ids.program([*arrays, *rest[0]], static, rest[1])
+        caches = caches_of(params)
         if rows is None:
-            rows = self._rows(program, params, first, rest)
-        else:
-            _check_rows(program.counts, rows)
+            request = self._request(program, caches, [*arrays, *rest[0]])
+            pulled = self._engine.pull(request.ids, request.capacity)
+            rows = {**pulled, **request.cached}
+        elif not isinstance(rows, Mapping) or rows.keys() != program.counts.keys():
+            found = (
+                list(rows) if isinstance(rows, Mapping) else _arguments.kind_of(rows)
+            )
+            raise ValueError(
+                f"{_CALL}: rows must be the rows of this batch from prefetch, of the "
+                f"tables {sorted(program.counts)}, got {found}."
+            )
         found: dict[str, Any] = dict(rows)
-        for table in _caches(params):
-            if table.name in found:
-                ids = found[table.name]
-                params, opt_state, slots = table.cache.prepare(ids, params, opt_state)
-                found[table.name] = ids, slots
+        for name in caches.keys() & found.keys():
+            prepared = caches[name].prepare(found[name], params, opt_state)
+            params, opt_state, slots = prepared
+            found[name] = found[name], slots
         params, opt_state, value, grads = self._step(params, opt_state, rest, found)
         self._step.push(grads)
         return params, opt_state, value
 
     def prefetch(
         self, params: PyTree, batches: Iterable[Any], *, depth: int = 1
-    ) -> Generator[tuple[Any, dict[str, SelectedRows]]]:
+    ) -> Generator[tuple[Any, dict[str, Any]]]:
         """Yields batches with their rows, which are read while the last step runs.
 
         Args:
@@ -278,103 +272,52 @@ class TrainStep:
             step changes.
         """
         depth = _arguments.static_int("depth", depth)
-        part = split(_CALL, params)
+        arrays, static = split(params)
+        specs = [spec_of(x) for x in arrays]
         paths = [
             jax.tree_util.keystr(path)
             for path, x in jax.tree_util.tree_leaves_with_path(params)
             if _arguments.is_array(x)
         ]
-        first = Part([spec_of(x) for x in part.arrays], part.static)
-        caches = {table.name: table.cache for table in _caches(params)}
-        del part, params  # the step donates them
+        caches, thread = caches_of(params), OtherThread()
+        del arrays, params  # the step donates them
 
-        def with_ids(batches):
-            with OtherThread() as thread:
-                for batch in batches:
-                    rest = split(_CALL, batch)
-                    program = self._ids.program(first, rest)
-                    for k in program.needed:
-                        if k < len(first.arrays):
-                            raise ValueError(
-                                f"{_CALL}.prefetch: ids depend on params{paths[k]}, "
-                                "which the running step changes. Call step(params, "
-                                "opt_state, batch) without prefetch, or pass that "
-                                "array in the batch."
-                            )
-                    find = functools.partial(
-                        self._split_ids, program, caches, first, rest
+        def request_of(batch):
+            arrays, of_batch = split(batch)
+            arrays = [*specs, *arrays]
+            program = self._ids.program(arrays, static, of_batch)
+            for k in program.needed:
+                if k < len(specs):
+                    raise ValueError(
+                        f"TrainStep.prefetch: ids depend on params{paths[k]}, which "
+                        "the running step changes. Call step(params, opt_state, batch) "
+                        "without prefetch, or pass that array in the batch."
                     )
-                    yield _Ahead(batch, *thread.call(find))
+            return thread.call(lambda: self._request(program, caches, arrays))
 
-        found = with_ids(batches)
-        for name, cache in caches.items():
-            of_cache = lambda ahead, name=name: ahead.cached.get(name, _NO_ROWS)
-            found = cache.prefetch(found, of_cache, depth=depth)
-        pulled = self._store._prefetch(
-            _CALL, found, lambda ahead: ahead.ids, depth, lambda ahead: ahead.slots
+        return self._engine.prefetch(batches, request_of, depth)
+
+    def _request(
+        self, program: Program, caches: Mapping[str, Any], arrays: Sequence[Any]
+    ) -> Request:
+        """The rows that a batch reads, of tables of the store and of caches."""
+        ids, capacity, cached = (
+            program.ids(arrays),
+            program.capacity(self._capacities),
+            {},
         )
-        return _with_cached(pulled)
-
-    # -- private ----------------------------------------------------------------------
-
-    def _rows(
-        self, program: Program, params: Any, first: Part, rest: Part
-    ) -> dict[str, Any]:
-        """The rows of a batch: pulled, or of a cache their ids."""
-        caches = {table.name: table.cache for table in _caches(params)}
-        ids, cached, slots = self._split_ids(program, caches, first, rest)
-        return {**self._store._pull_tables(_CALL, ids, slots), **cached}
-
-    def _split_ids(
-        self, program: Program, caches: Mapping[str, Any], first: Part, rest: Part
-    ) -> tuple[dict[str, Any], dict[str, np.ndarray], Callable[..., int]]:
-        """The ids of a batch to be pulled, the rows for caches, and the capacities."""
-        ids = self._ids.of(program, first, rest)
-        slots = self._capacities.slots(_CALL, program)
-        cached = {}
         for name in caches.keys() & ids.keys():
-            height = self._store.spec(name).shape[0]
-            rows = distinct_rows(_CALL, name, ids.pop(name), height, "drop")
-            padded = np.full(slots(name, rows.size, height), height, rows.dtype)
+            height = self._engine.tables[name].height
+            rows = distinct_rows(name, ids.pop(name), height, "drop")
+            padded = np.full(capacity(name, rows.size, height), height, rows.dtype)
             padded[: rows.size] = rows
             cached[name] = padded
-        return ids, cached, slots
+        return Request(ids, capacity, cached)
 
 
-def _check_rows(counts: Mapping[str, int], rows: Any) -> None:
-    """Raises unless `rows` are rows of the tables that the batch reads."""
-    wanted = set(counts)
-    found = set(rows) if isinstance(rows, Mapping) else None
-    if found != wanted:
-        raise _arguments.wrong(
-            _CALL,
-            "rows",
-            f"the rows of this batch from prefetch, of tables {sorted(wanted)}",
-            _arguments.kind_of(rows) if found is None else f"{sorted(found)}",
-        )
-
-
-class _Ahead(NamedTuple):
-    """A batch ahead: its ids to pull, its rows for caches, and its capacities."""
-
-    batch: Any
-    ids: dict[str, Any]
-    cached: dict[str, np.ndarray]
-    slots: Callable[..., int]
-
-
-_NO_ROWS = np.zeros((0,), np.int32)
-
-
-def _with_cached(pulled: Generator[Any]) -> Generator[tuple[Any, dict[str, Any]]]:
-    """The batches with all their rows."""
-    for ahead, rows in pulled:
-        yield ahead.batch, {**rows, **ahead.cached}
-
-
-def _caches(params: Any) -> list[CachedRows]:
-    """The tables of caches among the parameters."""
-    return [table for table in tables_of(params) if isinstance(table, CachedRows)]
+def _ids(rows: Any) -> Any:
+    """The ids of pulled rows, or None."""
+    return rows.rows if is_selected_rows(rows) else None
 
 
 def _sum(parts: Sequence[SelectedRows]) -> SelectedRows:

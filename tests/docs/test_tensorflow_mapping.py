@@ -259,12 +259,11 @@ def check_keys_on_the_host():
         rows, evicted = store.insert("items", np.array(keys), step)
     assert evicted.tolist() == [0] and store.find("items", [5, 7]).tolist() == [3, 2]
     cache = run(HKV, store=store, max_hbm_rows=2)
-    table = cache.array
-    state = cache.attach(sj.optim.lazy(tx), table)
+    table, state = cache.table, sj.optim.lazy(tx).init(cache.table)
+    step = store.train_step(lambda table, rows: -table[rows].sum(), sj.optim.lazy(tx))
     for keys in ([8, 7], [1 << 40, 7]):
         rows = store.find("items", np.array(keys))
-        table, state, slots = cache.prepare(rows, table, state)
-        table = table.at[slots].add(1)
+        table, state, _ = step(table, state, rows)
     cache.flush(table, state)
     assert store.pull_all("items")[:, 0].tolist() == [1, 1, 2]
 

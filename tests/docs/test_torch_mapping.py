@@ -412,19 +412,24 @@ def check_hash():
     "CacheAlgorithm.LRU",
 )
 def check_cache():
+    def read(table, ids):
+        rows = sj.lookup(table, ids)
+        return rows.sum(), rows
+
     for key in (
         "EmbeddingLocation.MANAGED_CACHING",
         "EmbeddingComputeKernel.FUSED_UVM_CACHING",
         "CacheAlgorithm.LRU",
     ):
         store = sj.store.KVStore()
-        store.init("items", TABLE, None)
+        tx = optax.sgd(0.0)
+        store.init("items", TABLE, tx)
         cache = run(key, store=store)
-        table = cache.array
-        cache.attach(None, table)
+        table, step = cache.table, store.train_step(read, sj.optim.lazy(tx), True)
+        state = sj.optim.lazy(tx).init(table)
         for ids in ([7, 2], [7, 0], [1, 7]):
-            table, _, slots = cache.prepare(ids, table)
-            assert_answers(sj.lookup(table, slots), TABLE[ids])
+            table, state, (_, rows) = step(table, state, jnp.array(ids))
+            assert_answers(rows, TABLE[np.array(ids)])
         assert (cache.stats().hits, cache.stats().evictions) == (2, 1)
 
 

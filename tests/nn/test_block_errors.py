@@ -176,7 +176,7 @@ def test_arguments_are_named():
     other: Any = lambda name: SparseEmbedding(5, 2, name=name)
     trainer: Any = Trainer
     for call, said in (
-        (lambda: make(SparseEmbedding), r"got the class SparseEmbedding. Pass Sparse"),
+        (lambda: make(SparseEmbedding), r"got the class SparseEmbedding"),
         (
             lambda: trainer(block, None, loss_of, tx),
             "store must be .*KVStore, got None",
@@ -190,14 +190,14 @@ def test_arguments_are_named():
         (lambda: make(block, clip_norm="a"), "clip_norm must be a positive .* 'a'"),
         (lambda: make(block, mode="skip"), "mode must be one of 'error', 'drop'"),
         (lambda: make(block, capacity=-1), "capacity must be a static, non-neg"),
-        (lambda: make(block, capacity={"item": -1}), "'item': capacity must be a st"),
+        (lambda: make(block, capacity={"item": -1}), "capacity must be a st"),
         (lambda: make(block, capacity={"itm": 4}), r"'itm'; .* are \['item'\]"),
         (lambda: make(block, table_tx={"x": tx}), "table_tx has unknown tables 'x'"),
         (lambda: make(block, table_tx={}), "table_tx has no transformation for 'item'"),
         (lambda: make(other("read"), store=store), "'read' was created with tx=None"),
-        (lambda: make(other("half"), store=store), "dtype bfloat16, .*dtype=float32"),
+        (lambda: make(other("half"), store=store), "dtype bfloat16, but .* float32"),
     ):
-        with pytest.raises((TypeError, ValueError), match=f"nn.Trainer.*{said}"):
+        with pytest.raises((TypeError, ValueError), match=said):
             call()
     # A dict need not name tables that the store already has.
     store.init("item", (5, 2), tx)

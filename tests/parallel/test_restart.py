@@ -199,9 +199,9 @@ def _saved_tree(path, found, process=0, count=1):
     store.init("item", spec.shape, tx, initializer=spec.initializer)
     like = {"params": dense, "opt_state": tx.init(dense), "steps": 0}
     like |= {"loader": found["loader"].get_state()}
-    tree = _saving.check(path, store._tables, lambda *_: None, like)
-    _saving.load(path, store._tables, store._history, lambda *_: None)
-    table = store._tables["item"]
+    tree = _saving.check(path, store.engine.tables, lambda *_: None, like)
+    _saving.load(path, store.engine.tables, store._history, lambda *_: None)
+    table = store.engine.tables["item"]
     ids = table.owners.ids(np.arange(table.height))
     return tree, ids, [np.array(x) for x in (table.weights, *table.by_row)]
 

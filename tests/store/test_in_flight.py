@@ -117,7 +117,7 @@ def test_push_does_not_wait_for_the_device():
     ahead = store.prefetch([np.array([1, 2]), np.array([2, 3])], lambda ids: ids)
     _, rows = next(ahead)
     start = store.pull_all("a")
-    with store._queue._working:  # the worker stands still
+    with store.engine.queue._working:  # the worker stands still
         store.push("a", gradient(rows))
     _, rows = next(ahead)
     assert (np.asarray(rows.values[0]) != start[2]).all()
@@ -182,7 +182,7 @@ def test_errors_come_in_their_turn(depth):
         for batch, _ in store.prefetch(batches(), np.array, depth=depth):
             seen.append(batch)
     assert seen == [[1], [2]]
-    with pytest.raises(ValueError, match="prefetch: 1 of 1 ids .* the first is 50"):
+    with pytest.raises(ValueError, match="1 of 1 ids .* the first is 50"):
         for batch, _ in store.prefetch([[3], [V], [4]], np.array, depth=depth):
             seen.append(batch)
     with pytest.raises(ZeroDivisionError):
@@ -198,7 +198,7 @@ def test_a_batch_that_fails_leaves_no_rows_in_flight():
     ids_of = lambda batch: {"a": [1, 2], "b": [V]}  # read in this order
     with pytest.raises(ValueError, match="out of range"):
         next(store.prefetch([0], ids_of, mode="error"))
-    tables = [store._table("", name) for name in ("a", "b")]
+    tables = [store.engine.tables[name] for name in ("a", "b")]
     assert not any(table.in_flight for table in tables)
 
 
@@ -258,9 +258,8 @@ next(ahead)
 cache = sj.store.CachedTable(store, "a", 9) if CACHED else None
 if cache:
     ahead.close()
-    params = cache.array
-    cache.attach(optax.sgd(1.0), params)
-    ahead = cache.prefetch([np.arange(3)] * 5, lambda ids: ids)
+    step = store.train_step(lambda p, ids: p[ids].sum(), sj.optim.lazy(optax.sgd(1.0)))
+    ahead = step.prefetch(cache.table, [np.arange(3)] * 5)
     next(ahead)
 """
 

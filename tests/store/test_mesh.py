@@ -146,7 +146,7 @@ def test_errors_are_raised_as_without_a_mesh():
         store.pull("t", [1, 2], capacity=1)
     with pytest.raises(TypeError, match="traced by jit"):
         jax.jit(lambda ids: store.pull("t", ids))(jnp.array([1]))
-    with pytest.raises(ValueError, match="must have the shape of the table"):
+    with pytest.raises(ValueError, match="of the shape of the table"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, 2)), 8))
 
 

@@ -78,7 +78,7 @@ def test_counts_are_not_borrowed(tmp_path):
     rows = sj.SelectedRows(np.arange(C), jnp.ones((C, D)), V)
     for count in range(1, 4):
         store.push("t", rows)
-        assert store._tables["t"].rest[0] == count
+        assert store.engine.tables["t"].rest[0] == count
     store.close()
 
 

@@ -16,7 +16,7 @@ from helpers import (
     make_rows,
     with_ids_as,
 )
-from sparsejax.store import _requested_rows as requested
+from sparsejax.store import _requested as requested
 
 
 # optax's own schedules and moments promote types.
@@ -54,9 +54,9 @@ def test_pull_gives_each_row_once_ascending(dtype):
 
 
 def test_capacities_are_few():
-    found = {requested.capacity_for("f", "t", n, 10**6, None) for n in range(5000)}
+    found = {requested.capacity_for("t", n, 10**6, None) for n in range(5000)}
     assert found == {8 << k for k in range(11)}
-    assert requested.capacity_for("f", "t", 9, 10, None) == 10  # never above the height
+    assert requested.capacity_for("t", 9, 10, None) == 10  # never above the height
 
 
 def test_row_sparse_pull_has_no_empty_slots():
@@ -155,7 +155,7 @@ def test_push_is_lazy_on_the_device(name):
         ids = rng.integers(0, V, 9)
         assert_trees_close(store.pull("t", ids).get(ids), np.asarray(table)[ids])
     assert_trees_close(store.pull_all("t"), table)
-    kept = store._tables["t"]
+    kept = store.engine.tables["t"]
     leaves = [*kept.by_row, *kept.rest]
     named = sorted(jax.tree.leaves(state), key=lambda x: np.shape(x)[:1] != (V,))
     assert len(leaves) == len(named)
@@ -244,7 +244,7 @@ def test_nothing_pushed_moves_nothing_but_the_count():
     store = store_of(weights(), optax.adam(0.1))
     store.push("t", sj.SelectedRows([V, V], jnp.full((2, D), jnp.nan), V))
     assert_same_bits(store.pull_all("t"), weights())
-    (count,) = store._tables["t"].rest
+    (count,) = store.engine.tables["t"].rest
     assert count == 1
 
 
@@ -269,7 +269,7 @@ def test_what_push_refuses():
         store.push("fixed", rows)
     with pytest.raises(TypeError, match="must be a SelectedRows .* got a float32"):
         store.push("t", jnp.ones((V, D)))
-    with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got \(61, 5\)"):
+    with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got .* \(61, 5\)"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
     with pytest.raises(TypeError, match="rows .* must be integers, got float32"):
         store.push("t", with_ids_as(np.float32, rows))
@@ -297,7 +297,7 @@ def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
     tx = optax.GradientTransformation(init, update)
     store = store_of(weights(shape=(4, 4)), tx)
     store.push("t", sj.SelectedRows([2], jnp.ones((1, 4)), 4))
-    kept = store._tables["t"]
+    kept = store.engine.tables["t"]
     np.testing.assert_array_equal(kept.rest[0], np.ones(4))
     np.testing.assert_array_equal(kept.by_row[0].sum(1), [0, 0, 4, 0])
 
@@ -311,11 +311,11 @@ def test_a_state_leaf_as_long_as_the_table_is_not_taken_for_rows():
         ({"shape": (10, -1)}, TypeError, "needs a shape"),
         ({"dtype": np.int32}, TypeError, "real floating-point .* got int32"),
         ({"dtype": np.float64}, ValueError, "float64, which JAX truncates to 32 bits"),
-        ({"initializer": 0.1}, TypeError, "initializer must be a function"),
+        ({"initializer": 0.1}, TypeError, "initializer of table .* cannot be called"),
         (
             {"shape": weights(), "initializer": NORMAL},
             ValueError,
-            "both an array and an initializer",
+            "both an array, .* and an initializer",
         ),
         (
             {"initializer": NORMAL, "key": "a"},
@@ -398,7 +398,7 @@ def test_the_state_of_a_row_starts_with_the_row():
     grad, _ = make_rows([7, 150], 200)
     store.push("t", grad)
     store.pull("t", [9])
-    first, sums = store._tables["t"].by_row
+    first, sums = store.engine.tables["t"].by_row
     assert_same_bits(first[[7, 9, 150]], start[[7, 9, 150]])
     assert_trees_close(sums[9], np.full(3, 0.5, np.float32))
     assert (sums[[7, 150]] >= 0.5).all() and not sums[8].any()
@@ -413,8 +413,6 @@ def test_stats_count():
     assert stats[:2] == (V, 3) and stats.bytes == V * D * 4 * 3 + V + 4
     assert (stats.pulls, stats.pulled_rows) == (1, 2)
     assert (stats.pushes, stats.pushed_rows) == (1, 2)
-    assert stats.pulled_rows_per_second > 0 and stats.pushed_rows_per_second > 0
-    assert store_of((3,), None).stats()["t"].pulled_rows_per_second == 0
 
 
 def test_pull_all_reports():

@@ -71,7 +71,7 @@ def test_capacities(capacity):
 
 def test_a_capacity_of_no_table():
     store = new_store()
-    with pytest.raises(KeyError, match="prefetch: there is no table 'v'"):
+    with pytest.raises(KeyError, match="there is no table 'v'"):
         store.prefetch([], np.array, capacity={"v": 4})
 
 
@@ -88,7 +88,7 @@ def test_inside_of_traced_functions():
         lambda: jax.jit(lambda a: store.assign("w", a))(array),
     ]
     for use in uses:
-        with pytest.raises(TypeError, match="KVStore.* is in host memory"):
+        with pytest.raises(TypeError, match="is in host memory"):
             use()
     assert not store.pull_all("w").any() and other.names() == ()
 
@@ -108,7 +108,7 @@ def test_closing_inside_of_a_loop(depth):
 def test_assigned_rows_are_read():
     store = new_store(optax.adam(0.1))
     store.push("w", grad([2]))
-    state = [x.copy() for x in store._tables["w"].by_row]
+    state = [x.copy() for x in store.engine.tables["w"].by_row]
     rows = np.array([7, V, 2, V])  # two empty slots; -1 is an error
     values = np.arange(4 * D, dtype=np.float64).reshape(4, D)
     store.assign("w", sj.SelectedRows(rows, values, V))
@@ -117,7 +117,7 @@ def test_assigned_rows_are_read():
     assert_same_bits(store.pull_all("w"), expected)
     store.assign("w", expected + 1)
     assert_same_bits(store.pull("w", np.arange(V), capacity=V).values, expected + 1)
-    for before, after in zip(state, store._tables["w"].by_row):
+    for before, after in zip(state, store.engine.tables["w"].by_row):
         assert_same_bits(before, after)
 
 
@@ -145,7 +145,7 @@ def test_what_assign_refuses():
             store.assign("w", wrong)
     with pytest.raises(ValueError, match="assign: .* has duplicate rows"):
         store.assign("w", grad([3, 3]))
-    with pytest.raises(KeyError, match="assign: there is no table 'v'"):
+    with pytest.raises(KeyError, match="there is no table 'v'"):
         store.assign("v", grad())
     assert_same_bits(store.pull_all("w"), before)
 

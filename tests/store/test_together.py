@@ -30,7 +30,7 @@ class Host:
         self.process, self._barrier, self._gathered = process, barrier, gathered
         self._left, self.error, self.steps = kill_at, None, 0
         self.store = sj.store.KVStore()
-        self.store._place = (process, 2)
+        self.store.engine.process, self.store.engine.count = process, 2
         self.store._processes = _together.Processes(process, 2, self._gather)
         self.store.init("t", (HEIGHT, 2), tx)
 
@@ -44,7 +44,7 @@ class Host:
         self._left = None if self._left is None else self._left - 1
 
     def weights(self):
-        return self.store._table("test", "t").weights
+        return self.store.engine.tables["t"].weights
 
     def _gather(self, x):
         self.step()

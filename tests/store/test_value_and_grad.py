@@ -485,7 +485,7 @@ def test_cached_tables_are_trained_as_in_memory(early):
     cache = sj.store.CachedTable(store, "items", slots=20)
     params = {**with_tables(store, arrays()), "items": cache.table}
     assert params["items"].shape == (V, D) and params["items"].dtype == np.float32
-    state = cache.attach(tx, params)
+    state = tx.init(params)
     step = store.train_step(simple, tx)
     batches, found = cached_batches(), []
     with_rows = (
@@ -513,7 +513,7 @@ def test_cached_tables_are_refused_where_rows_cannot_move():
     with pytest.raises(TypeError, match="used where an array is needed"):
         np.asarray(params["items"])
     tx = sj.optim.lazy(SGD)
-    state = cache.attach(tx, params)
+    state = tx.init(params)
     before = store.pull_all("users")
     with pytest.raises(ValueError, match="5"):  # more rows than slots
         store.train_step(simple, tx)(params, state, make_batch())
@@ -583,7 +583,7 @@ def test_ids_that_depend_on_parameters():
 def test_refusals():
     store, params = make_store(), arrays()
     run = store.value_and_grad(simple)
-    with pytest.raises(TypeError, match="must have a table of the store"):
+    with pytest.raises(TypeError, match="have no table of the store"):
         run(params, make_batch())
     with pytest.raises(ValueError, match="belongs to another store"):
         run(with_tables(make_store(), params), make_batch())

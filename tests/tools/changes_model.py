@@ -99,7 +99,7 @@ def check_store(store, model, with_state):
     for name in ("items", "users"):
         np.testing.assert_array_equal(store.pull_all(name), model.dense(name, 0))
         if with_state:
-            (trace,) = store._tables[name].by_row
+            (trace,) = store.engine.tables[name].by_row
             np.testing.assert_array_equal(trace, model.dense(name, 1))
     keys, rows = store.items("users")
     assert dict(zip(keys.tolist(), rows.tolist())) == model.keys.rows
@@ -107,7 +107,7 @@ def check_store(store, model, with_state):
     want = [model.keys.rows.get(key, HEIGHT) for key in range(POOL)]
     assert found.tolist() == want
     if with_state:
-        index = store._tables["users"].keys
+        index = store.engine.tables["users"].keys
         assert index.last_step[rows].tolist() == [model.keys.last[k] for k in keys]
         assert index.counts[rows].tolist() == [model.keys.counts[k] for k in keys]
 

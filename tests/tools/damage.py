@@ -383,7 +383,7 @@ def _store(folder):
     store = sj.store.KVStore()
     normal = jax.nn.initializers.normal(0.1)
     store.init("t", (V, D), _TX, initializer=normal)
-    table = store._tables["t"]
+    table = store.engine.tables["t"]
     for ids in ([], [3, 7, 21]):
         store.pull("t", np.array(ids, np.int32))
         store.save(path, {"w": np.arange(9.0), "step": len(ids)})
@@ -432,7 +432,7 @@ def _changes(folder):
             assert store.version == 0 and not len(store.items("t")[0])
             assert (store.pull_all("t") == 1).all(), "a refused file was applied"
             raise
-        found = store.pull_all("t"), store.items("t"), store._tables["t"].by_row
+        found = store.pull_all("t"), store.items("t"), store.engine.tables["t"].by_row
         version = store.version
         rows, _ = store.insert("t", np.array([1 << 40, 7]), 1 << 40)
         assert store.find("t", np.array([7]))[0] == rows[1]

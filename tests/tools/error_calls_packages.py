@@ -546,11 +546,6 @@ state = tx.init(params)
         "cache = sj.store.CachedTable(store, 'item', 2)\n"
         "store.value_and_grad(loss)(params | {'item': cache.table}, ids)",
         "cache = sj.store.CachedTable(store, 'item', 2)\ncache.table[ids]",
-        "new.init('item', (5, 2), None)\n"
-        "cache = sj.store.CachedTable(new, 'item', 2)\n"
-        "params['item'] = cache.table\n"
-        "cache.attach(None, params)\n"
-        "new.train_step(loss, tx)(params, None, ids)",
         "step = store.train_step(lambda p: loss(p, ids), 'adam')",
         "step(params, state, ids, {'user': rows})",
         "step(params, state, ids, 3)",
@@ -604,58 +599,45 @@ _CACHED = Section(
     _STORE
     + """
 cache = sj.store.CachedTable(store, "item", 2)
-adam = sj.optim.lazy(optax.adam(0.1))
-params = {"item": cache.array}
-
-def attached(store=store, cache=cache):
-    return cache.attach(sj.optim.lazy(tx), {"item": cache.array})
+lifted = sj.optim.lazy(tx)
+params = {"item": cache.table}
+state = lifted.init(params)
+loss = lambda params, ids: params["item"][ids].sum()
+step = store.train_step(loss, lifted)
+ids = jnp.array([1])
 
 def trained(path):
     new.init("t", (5, 2), tx, path=path)
     small = sj.store.CachedTable(new, "t", 1)
-    table, state = small.array, None
-    state = small.attach(sj.optim.lazy(tx), table)
+    table, state = small.table, lifted.init(small.table)
+    step = new.train_step(lambda table, ids: table[ids].sum(), lifted)
     for k in range(4):
-        table, state, _ = small.prepare([k], table, state)
+        table, state, _ = step(table, state, jnp.array([k]))
     new.close()
 """,
     [
         "sj.store.CachedTable('item', store, 2)",
         "import copy\ncopy.deepcopy(cache)",
         "sj.store.CachedTable(store, 'user', 2)",
+        "new.init('item', (5, 2), None)\nsj.store.CachedTable(new, 'item', 2)",
         "sj.store.CachedTable(store, 'item', 2.5)",
         "sj.store.CachedTable(store, 'item', 6)",
-        "sj.store.CachedTable(store, 'item', 2, padding_id='0')",
         "sj.store.CachedTable(store, 'item', 2)",
-        "cache.attach(tx, {'item': jnp.zeros((2, 2))})",
-        "cache.attach(tx, [cache.array, cache.array])",
-        "cache.attach(None, params)",
-        "cache.attach(adam, params)",
-        "cache.attach(sj.optim.lazy(tx), params, 3)",
-        "cache.prepare([1], params)",
-        "attached()\ncache.array",
-        "cache.prepare([1], params, attached())\ncache.prepare([1], params, ())",
-        "cache.prepare([1.0], params, attached())",
-        "cache.prepare([1, 2, 3], params, attached())",
-        "state = attached()\ncache.prepare([1], [params], state)",
-        "state = attached()\ncache.prepare([1], {'item': jnp.ones((3, 2))}, state)",
-        "state = attached()\n"
-        "cache.prepare([1], params, state)\n"
-        "cache.prepare([1], params, state)",
-        "state = attached()\n"
-        "jax.jit(lambda ids: cache.prepare(ids, params, state))(jnp.array([1]))",
-        "state = attached()\n"
+        "step = store.train_step(lambda p, ids: loss(p[0], ids), lifted)\n"
+        "step([params, params], lifted.init([params, params]), ids)",
+        "adam = sj.optim.lazy(optax.adam(0.1))\n"
+        "store.train_step(loss, adam)(params, adam.init(params), ids)",
+        "step(params, state, jnp.array([1, 2, 3]))",
+        "step(params, state, ids)\nstep(params, state, ids)",
         "mesh = jax.sharding.Mesh(jax.devices()[:2], 'x')\n"
         "spec = jax.sharding.PartitionSpec('x')\n"
         "there = jax.sharding.NamedSharding(mesh, spec)\n"
-        "cache.prepare([1], jax.device_put(params, there), state)",
-        "cache.prefetch([[1]], 3)",
-        "cache.prefetch([[1]], np.array, depth=-1)",
-        "cache.flush(params, attached(), step=-1)",
+        "step(jax.device_put(params, there), state, ids)",
+        "cache.flush(params, state, step=-1)",
         "cache.close(discard=1)",
-        "cache.prepare([1], params, attached())\ncache.close()",
-        "cache.close()\ncache.prepare([1], params, ())",
-        "cache.prepare([1], params, attached())\nstore.pull('item', [1])",
+        "step(params, state, ids)\ncache.close()",
+        "cache.close()\nstep(params, state, ids)",
+        "step(params, state, ids)\nstore.pull('item', [1])",
         "store.push('item', rows)",
         "trained('t')\n"
         "pathlib.Path('t.journal').unlink()\n"
@@ -794,14 +776,16 @@ def change(path, at, size=None):
         "open('t', 'w').close()\n"
         "new.init('t', np.ones((5, 2), np.float32), tx, path='t')",
         "new.init('t', (5, 2), tx, path='t')\npathlib.Path('t').unlink()\nnew.flush()",
-        "table = store._tables['item']\n"
-        "table.key = {'impl': 'threefry2x32', 'data': [0]}\n"
+        "import dataclasses\n"
+        "table = store.engine.tables['item']\n"
+        "key = {'impl': 'threefry2x32', 'data': [0]}\n"
+        "table.spec = dataclasses.replace(table.spec, key=key)\n"
         "store.save('s')\n"
         "store.load('s')",
         "new.init('t', (5, 2), tx, path='t')\n"
-        "header = new._tables['t'].description()\n"
-        "new._tables['t'].memory._start = 16\n"
-        "new._tables['t'].memory.describe(header)\n"
+        "header = new.engine.tables['t'].description()\n"
+        "new.engine.tables['t'].memory._start = 16\n"
+        "new.engine.tables['t'].memory.describe(header)\n"
         "new.close()\n"
         "store.init('t', (5, 2), tx, path='t')",
         "new.init('t', (5, 2), tx, path='t')\n"

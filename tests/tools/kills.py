@@ -39,7 +39,7 @@ import optax
 
 import sparsejax as sj
 from sparsejax._files import replacing
-from sparsejax.store import _format, _memory
+from sparsejax.store import _memory
 
 
 V, D, BATCH = 40_000, 8, 40
@@ -84,8 +84,8 @@ def _specs():
 
 def _header():
     key = {"impl": "threefry2x32", "data": [0, 0]}
-    options = {"given": False, "first": []}
-    return _format.describe((V, D), np.float32, None, key, **options)
+    start = {"shape": [V, D], "dtype": "float32", "state": [], "given": False}
+    return start | {"first": [], "key": key, "keyed": False}
 
 
 def _create(folder, start):
@@ -194,13 +194,13 @@ def _cache(folder, start):
     """Each step adds 1 to its rows on the device; most leave before the flush."""
     store = _store(folder, path=folder / "table")
     cache = sj.store.CachedTable(store, "t", 2 * BATCH)
-    params = [cache.array]
-    state = cache.attach(TX, params)
+    tx = sj.optim.lazy(TX)
+    params, state = cache.table, tx.init(cache.table)
+    step = store.train_step(lambda table, ids: -table[ids].sum(), tx)
     while start < STEPS:
         start += 1
-        for ids in cache.prefetch(_cache_batches(start), lambda ids: ids):
-            (rows,), state, slots = cache.prepare(ids, params, state)
-            params = [rows.at[slots].add(1)]
+        for ids, rows in step.prefetch(params, _cache_batches(start)):
+            params, state, _ = step(params, state, ids, rows)
         cache.flush(params, state, step=start)
         yield
 
@@ -211,7 +211,7 @@ def _check_cached(folder, done, begun):
         assert done == 0
         return 0
     store = _store(folder, path=folder / "table")
-    rows, found = store.pull_all("t"), store._tables["t"].flushed_step or 0
+    rows, found = store.pull_all("t"), store.engine.tables["t"].flushed_step or 0
     store.close()
     assert found in (done, begun)
     expected = np.zeros((V, D), np.float32)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,35 +26,37 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import indexing, is_selected_rows, merge
+from sparsejax._rows import SelectedRows, indexing, is_selected_rows, merge
+from sparsejax.store._engine import Engine
 from sparsejax.transform.interpreter import RuleContext, Site, register_rule
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.rules.bag_sum import bag_sum_rule
 from sparsejax.transform.table import RowReader, TableRef
 
 
-if TYPE_CHECKING:
-    from sparsejax.store._cached import CachedTable
-    from sparsejax.store._store import KVStore
-
-_CALL = "sparsejax.store.StoredTable"
+# The rows of a table in a step, ascending, and their values; for a table of a device
+# cache, their cache slots.
+Found = tuple[Any, Any]
 
 
 class _TreeTable:
     """A table in a tree of parameters, in place of an array."""
 
+    engine: Engine
     name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
 
     # NumPy must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"{_CALL}: table {self.name!r} was used where an array is needed. Its rows "
-            "are in host memory or a file. Call the function that reads it by "
-            "store.value_and_grad(fun), store.forward(fun) or store.train_step(fun, "
-            "tx), and pass the table in its arguments: fun must not close over it. Or "
-            f"read rows yourself with store.pull({self.name!r}, ids)."
+            f"Table {self.name!r} of a store was used where an array is needed. Call "
+            "the function that reads it by store.value_and_grad(fun), "
+            "store.forward(fun) or store.train_step(fun, tx), and pass the table in "
+            "its arguments: fun must not close over it. Or read rows with "
+            f"store.pull({self.name!r}, ids)."
         )
 
     def __jax_array__(self) -> NoReturn:
@@ -65,6 +67,16 @@ class _TreeTable:
 
     # Without this, Python would iterate by `self[0], self[1], ...`.
     __iter__ = None
+
+    @property
+    def ndim(self) -> int:
+        """Rank of the table."""
+        return len(self.shape)
+
+    def no_rows(self) -> jax.Array:
+        """The row of one empty slot."""
+        height = self.shape[0]
+        return jnp.full((1,), height, _arguments.index_dtype(height))
 
 
 @jax.tree_util.register_static
@@ -83,7 +95,7 @@ class StoredTable(_TreeTable):
     optimizer state are in the store.
 
     Args:
-      store: the store.
+      engine: of the store.
       name: of the table.
       shape, dtype: of the table.
 
@@ -98,21 +110,11 @@ class StoredTable(_TreeTable):
       MXNet, `Parameter` with `stype="row_sparse"`.
     """
 
-    store: KVStore
-    name: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
     def __init__(
-        self, store: KVStore, name: str, shape: tuple[int, ...], dtype: DTypeLike
+        self, engine: Engine, name: str, shape: tuple[int, ...], dtype: DTypeLike
     ):
-        self.store, self.name, self.shape = store, name, shape
+        self.engine, self.name, self.shape = engine, name, shape
         self.dtype = np.dtype(dtype)
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the table."""
-        return len(self.shape)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StoredTable) and self._key == other._key
@@ -121,8 +123,8 @@ class StoredTable(_TreeTable):
         return hash(self._key)
 
     @property
-    def _key(self) -> tuple[int, str]:
-        return id(self.store), self.name
+    def _key(self) -> tuple[type, int, str]:
+        return type(self), id(self.engine), self.name
 
     def __repr__(self) -> str:
         return f"StoredTable({self.name!r}, {_arguments.show_spec(self)})"
@@ -136,10 +138,35 @@ class StoredTable(_TreeTable):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"{_CALL}: table {self.name!r} cannot be pickled, because its rows are in "
-            "a store of this process. Save them with store.save(path), and put "
+            f"Table {self.name!r} cannot be pickled, because its rows are in a store "
+            "of this process. Save them with store.save(path), and put "
             f"store[{self.name!r}] of the other store into the tree."
         )
+
+    # -- in a step --------------------------------------------------------------------
+
+    def not_read(self) -> Found:
+        """The rows of a step that does not read the table: one empty slot."""
+        return self.no_rows(), jnp.zeros((1, *self.shape[1:]), self.dtype)
+
+    def values(self, found: Found) -> Any:
+        """The array to differentiate: the pulled rows of this table."""
+        return found[1]
+
+    def view(self, values: Any, found: Found) -> Any:
+        """What the function gets in place of the table, to read these values."""
+        return view_of_rows(self, values, found[0])
+
+    def gradient(self, grad: Any, found: Found) -> Any:
+        """The gradient of the rows, from the gradient of `values`."""
+        wide = indexing.accumulator_dtype(grad.dtype)
+        zeros = jnp.zeros(found[1].shape, wide)
+        sums = indexing.add_rows(zeros, grad.safe_rows(), grad.values.astype(wide))
+        return SelectedRows(found[0], sums.astype(grad.dtype), self.shape[0])
+
+    def without_array(self) -> StoredTable:
+        """The table for an argument whose values are passed apart."""
+        return self
 
 
 @jax.tree_util.register_static
@@ -151,8 +178,36 @@ class ListedTable(StoredTable):
     read the rows in any way, also by `.rows` and `.values`.
 
     Args:
-      store, name, shape, dtype: as of `StoredTable`.
+      engine, name, shape, dtype: as of `StoredTable`.
     """
+
+    def values(self, found: Found) -> Any:
+        """As `StoredTable.values`."""
+        return SelectedRows(*found, self.shape[0])
+
+    def view(self, values: Any, found: Found) -> Any:
+        """As `StoredTable.view`."""
+        return values
+
+    def gradient(self, grad: Any, found: Found) -> Any:
+        """As `StoredTable.gradient`."""
+        return grad
+
+
+class Cache(Protocol):
+    """The device cache of a table."""
+
+    def prepare(self, rows: Any, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
+        """Puts rows into slots: `(params, opt_state, slots)`."""
+        ...
+
+    def announce(self, rows: np.ndarray) -> Any:
+        """Gives slots to the rows of a batch ahead."""
+        ...
+
+    def withdraw(self, entries: Sequence[Any]) -> None:
+        """Forgets batches that were announced."""
+        ...
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -181,11 +236,13 @@ class CachedRows(_TreeTable):
     """
 
     array: ArrayLike
-    cache: CachedTable
+    cache: Cache
     stored: StoredTable
 
-    def __init__(self, array: ArrayLike, cache: CachedTable, stored: StoredTable):
+    def __init__(self, array: ArrayLike, cache: Cache, stored: StoredTable):
         self.array, self.cache, self.stored = array, cache, stored
+        self.engine, self.name = stored.engine, stored.name
+        self.shape, self.dtype = stored.shape, stored.dtype
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """The child with its key, and the static fields."""
@@ -194,42 +251,36 @@ class CachedRows(_TreeTable):
 
     @classmethod
     def tree_unflatten(
-        cls, static: tuple[CachedTable, StoredTable], children: Sequence[ArrayLike]
+        cls, static: tuple[Cache, StoredTable], children: Sequence[ArrayLike]
     ) -> CachedRows:
         """Rebuilds without checks, since JAX may pass any object as the child."""
         (array,) = children
         return cls(array, *static)
 
-    @property
-    def store(self) -> Any:
-        """The store of the table."""
-        return self.stored.store
-
-    @property
-    def name(self) -> str:
-        """The name of the table."""
-        return self.stored.name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the whole table."""
-        return self.stored.shape
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype of the table."""
-        return self.stored.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Rank of the table."""
-        return self.stored.ndim
-
     def __repr__(self) -> str:
         return f"CachedRows({self.name!r}, {_arguments.show_spec(self)})"
 
+    # -- in a step --------------------------------------------------------------------
 
-Table = StoredTable | CachedRows
+    def not_read(self) -> Found:
+        """As `StoredTable.not_read`."""
+        return self.no_rows(), self.no_rows()
+
+    def values(self, found: Found) -> Any:
+        """As `StoredTable.values`: the array of slots."""
+        return self.array
+
+    def view(self, values: Any, found: Found) -> Any:
+        """As `StoredTable.view`."""
+        return view_of_rows(self, values, *found)
+
+    def gradient(self, grad: Any, found: Found) -> Any:
+        """As `StoredTable.gradient`, of the array of slots."""
+        return CachedRows(grad, self.cache, self.stored)
+
+    def without_array(self) -> StoredTable:
+        """As `StoredTable.without_array`."""
+        return self.stored
 
 
 def is_table(x: Any) -> bool:
@@ -240,6 +291,12 @@ def is_table(x: Any) -> bool:
 def tables_of(tree: Any) -> list[Any]:
     """The tables in a tree, in order; a table occurs as often as in the tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_table) if is_table(x)]
+
+
+def caches_of(tree: Any) -> dict[str, Cache]:
+    """The device caches of the tables in a tree, by name."""
+    found = tables_of(tree)
+    return {table.name: table.cache for table in found if isinstance(table, CachedRows)}
 
 
 def put_tables(tree: Any, values: Sequence[Any]) -> Any:
@@ -257,12 +314,10 @@ class _Static(NamedTuple):
     """The static argument of a view.
 
     Args:
-      call: for messages.
       name, height: of the table.
       number: of the table, in a walk that records ids; None in one that reads rows.
     """
 
-    call: str
     name: str
     height: int
     number: int | None
@@ -271,8 +326,8 @@ class _Static(NamedTuple):
 def _refuse_to_run(*, static: _Static) -> NoReturn:
     """Raises the error of a program with a view that is run without a walk."""
     raise TypeError(
-        f"{static.call}: table {static.name!r} is used where its reads of rows cannot "
-        "be found: in a function with a derivative of its own, in a while loop, in a "
+        f"Table {static.name!r} of a store is used where its reads of rows cannot be "
+        "found: in a function with a derivative of its own, in a while loop, in a "
         "jax.grad inside of the function, or for each of several tables under vmap. "
         "Read its rows outside of that."
     )
@@ -283,17 +338,16 @@ stored_table_p = _compat.view_primitive(
 )
 
 
-def view_to_record(call: str, table: Table, number: int) -> jax.Array:
+def view_to_record(table: _TreeTable, number: int) -> jax.Array:
     """A view of a table that records ids, for a walk with this number of the table."""
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
     rows = jnp.zeros((1,), _arguments.index_dtype(table.shape[0]))
-    static = _Static(call, table.name, table.shape[0], number)
+    static = _Static(table.name, table.shape[0], number)
     return stored_table_p.bind(values, rows, static=static)
 
 
 def view_of_rows(
-    call: str,
-    table: Table,
+    table: _TreeTable,
     values: jax.Array,
     rows: jax.Array,
     slots: jax.Array | None = None,
@@ -301,14 +355,13 @@ def view_of_rows(
     """A view of a table that reads pulled rows, or the slots of a cache.
 
     Args:
-      call: for messages.
       table: the table.
       values: `[C, ...]`.
       rows: `[n]`, ascending; the height of the table for an empty slot.
       slots: `[n]`, the row of `values` that has each of `rows`; None if these are in
         order.
     """
-    static = _Static(call, table.name, table.shape[0], None)
+    static = _Static(table.name, table.shape[0], None)
     more = () if slots is None else (slots,)
     return stored_table_p.bind(values, rows, *more, static=static)
 
@@ -332,7 +385,7 @@ def _view_rule(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reader(RowReader):
-    """What both readers share."""
+    """The base of both readers."""
 
     static: _Static
 
@@ -340,11 +393,11 @@ class _Reader(RowReader):
         """As `RowReader.refuse`."""
         name, height = self.static.name, self.static.height
         raise DensifyError(
-            f"{self.static.call}: {use}, and so needs all {height} rows of table "
-            f"{name!r}, which are in host memory or a file. Read rows there: "
-            "table[ids], jnp.take(table, ids, axis=0), sparsejax.lookup or "
-            "sparsejax.embedding_bag. If the function needs the whole table, keep it "
-            f"on the device: jnp.asarray(store.pull_all({name!r}))."
+            f"{use}, and so needs all {height} rows of table {name!r}, which are in "
+            "host memory or a file. Read rows there: table[ids], jnp.take(table, ids, "
+            "axis=0), sparsejax.lookup or sparsejax.embedding_bag. If the function "
+            "needs the whole table, keep it on the device: "
+            f"jnp.asarray(store.pull_all({name!r}))."
         )
 
     def _in_table(self, ids: jax.Array, counts: jax.Array, nearest: bool) -> jax.Array:

@@ -1,7 +1,6 @@
 """Checks the arguments of `KVStore.init`, and makes the table."""
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,129 +12,83 @@ from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax.store import _format
 from sparsejax.store._history import History
-from sparsejax.store._in_flight import WorkQueue
 from sparsejax.store._journal import roll_back
 from sparsejax.store._keys import KeyPolicy
 from sparsejax.store._memory import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
-from sparsejax.store._requested_rows import check_not_traced
-from sparsejax.store._table import Table, arrays_of, first_values
+from sparsejax.store._requested import check_not_traced
+from sparsejax.store._table import Table, TableSpec
 
 
-_CALL = "sparsejax.store.KVStore.init"
+_CALL = "KVStore.init"
 
 
-def make_table(
+def spec_of(
     name: str,
     shape_or_array: Any,
     tx: Any,
-    path: str | os.PathLike[str] | None,
-    initializer: Callable[..., Any] | None,
+    initializer: Any,
     key: Any,
     dtype: Any,
     keys: Any,
-    queue: WorkQueue,
-    history: History,
-    process: int,
-    count: int,
-) -> Table:
-    """The table, in memory or in its file.
+    place: tuple[int, int],
+) -> tuple[TableSpec, np.ndarray | None]:
+    """The table that the arguments of `KVStore.init` describe, and its given weights.
 
     Args:
-      name, shape_or_array, tx, path, initializer, key, dtype, keys: as in
-        `KVStore.init`.
-      queue, history: of the store.
-      process, count: the index of this process, and the number of processes that share
-        the rows.
+      name, shape_or_array, tx, initializer, key, dtype, keys: as in `KVStore.init`.
+      place: the index of this process, and the number of processes that share the rows.
     """
-    check_not_traced(_CALL, name, "weights", shape_or_array)
+    check_not_traced(name, "weights", shape_or_array)
     shape, array = _shape_or_array(name, shape_or_array)
-    if path is not None:
-        path = as_path(_CALL, path)
     dtype = _as_dtype(name, dtype, array)
-    _check_keys(name, keys, array, count)
+    _check_keys(name, keys, array, place[1])
     _check_shape_and_optimizer(name, shape, dtype, tx)
-    if initializer is not None:
-        if array is not None:
-            raise ValueError(
-                f"{_CALL}: table {name!r} has both an array and an initializer. Omit "
-                "the initializer, since the array has the initial weights of all rows, "
-                "or pass a shape."
-            )
-        if not callable(initializer):
-            raise _arguments.wrong_type(
-                _CALL,
-                "initializer",
-                "a function (key, shape, dtype) -> array, for example "
-                "jax.nn.initializers.normal(0.01)",
-                _arguments.show(initializer),
-            )
-        if shape[0] > 1 << 32:
-            raise ValueError(
-                f"{_CALL}: an initializer supports at most 2**32 rows, but table "
-                f"{name!r} has {shape[0]}."
-            )
     key = _arguments.as_key(key, from_int=True)
-    check_not_traced(_CALL, name, "keys", key)
+    check_not_traced(name, "keys", key)
     if initializer is not None:
-        _check_initializer(name, initializer, (1, *shape[1:]), dtype, key)
-    key = _format.encode_key(key)
-
-    owners = Owners(shape[0], process, count)
-    if count > 1:
+        _check_initializer(name, initializer, array, shape, dtype, key)
+    owners = Owners(shape[0], *place)
+    if owners.count > 1:
         shape = (owners.own_height, *shape[1:])
         if array is not None:
             array = array[owners.ids(np.arange(owners.own_height))]
-        if path is not None:
-            path = own_path(path, process, count)
-    optimizer = None if tx is None else Optimizer(tx, shape, dtype, name)
-    initial = {} if array is None else {0: array}
-    if optimizer is not None:
-        _, rest = optimizer.init(np.zeros((1, *shape[1:]), dtype))
-        start = len(arrays_of(shape, dtype, optimizer, False)) - len(rest)
-        initial |= dict(enumerate(rest, start))
-    keyed = keys is not None
-    specs = arrays_of(shape, dtype, optimizer, keyed)
-    given = array is not None
-    if path is None:
-        memory = Memory(specs, initial)
-    else:
-        header = _format.describe(
-            shape,
-            dtype,
-            optimizer,
-            key,
-            given=given,
-            first=first_values(initializer, shape[1:], dtype, key),
-            keyed=keyed,
-        )
-        memory = MappedFile(path, specs, initial, header, name)
-        given = memory.found["given"]
-    table = Table(
-        name,
-        shape,
-        dtype,
-        optimizer,
-        initializer,
-        key,
-        given,
-        memory,
-        queue,
-        owners,
-        history,
-        keys,
+    spec = TableSpec(
+        name=name,
+        shape=shape,
+        dtype=dtype,
+        optimizer=None if tx is None else Optimizer(tx, shape, dtype, name),
+        initializer=initializer,
+        key=_format.encode_key(key),
+        given=array is not None,
+        owners=owners,
+        policy=keys,
     )
-    if isinstance(memory, MappedFile):
-        if not memory.is_new:
-            history.forget()  # it does not say which rows changed when
-        table.journal = memory.found.get("journal")
-        table.flushed_step = memory.found.get("step")
-        try:
-            roll_back(_CALL, table)
-        except BaseException:
-            table.close()
-            raise
+    return spec, array
+
+
+def make_table(
+    spec: TableSpec, array: np.ndarray | None, path: Any, history: History
+) -> Table:
+    """The table, in memory or in the file `path`, which is opened if it exists."""
+    initial = {} if array is None else {0: array}
+    if spec.optimizer is not None:
+        _, rest = spec.optimizer.init(np.zeros((1, *spec.shape[1:]), spec.dtype))
+        initial |= dict(enumerate(rest, 2 + sum(spec.optimizer.by_row)))
+    if path is None:
+        return Table(spec, Memory(spec.arrays(), initial), history)
+    path = own_path(as_path(_CALL, path), spec.owners.process, spec.owners.count)
+    memory = MappedFile(path, spec.arrays(), initial, spec.describe(), spec.name)
+    table = Table(spec, memory, history)
+    if not memory.is_new:
+        history.forget()  # it does not say which rows changed when
+        table.given_in_file(memory.found)
+    try:
+        roll_back(table)
+    except BaseException:
+        table.close()
+        raise
     return table
 
 
@@ -158,20 +111,15 @@ def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:
 
 def _check_keys(name: str, keys: Any, array: np.ndarray | None, count: int) -> None:
     if keys is not None and not isinstance(keys, KeyPolicy):
-        raise _arguments.wrong_type(
-            _CALL,
-            "keys",
-            "a sparsejax.store.KeyPolicy, for a table whose rows belong to keys, or "
-            "None",
-            _arguments.kind_of(keys),
+        raise TypeError(
+            f"{_CALL}: keys must be a sparsejax.store.KeyPolicy or None, got "
+            f"{_arguments.kind_of(keys)}."
         )
     if keys is not None and array is not None:
         raise ValueError(
             f"{_CALL}: table {name!r} has both keys and an array of weights, but its "
-            "rows have no keys yet. Pass a shape, and set weights with assign once "
-            "insert has given rows to their keys."
+            "rows have no keys yet. Pass a shape, and assign weights after insert."
         )
-
     if keys is not None and count > 1:
         raise ValueError(
             f"{_CALL}: table {name!r} cannot have keys, since its rows are sharded "
@@ -184,12 +132,7 @@ def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
     """The dtype of the weights: of the array, if there is one."""
     if dtype is None:
         return np.dtype(np.float32) if array is None else array.dtype
-    try:
-        found = np.dtype(dtype)
-    except TypeError:
-        raise _arguments.wrong_type(
-            _CALL, "dtype", "a numeric type", repr(dtype)
-        ) from None
+    found = np.dtype(dtype)
     if array is not None and found != array.dtype:
         raise ValueError(
             f"{_CALL}: table {name!r} has an array of {array.dtype}, but "
@@ -206,20 +149,13 @@ def _check_shape_and_optimizer(
             f"{_CALL}: table {name!r} must have at least one axis (the rows), got "
             f"shape {shape}."
         )
-    try:
-        _arguments.index_dtype(shape[0])  # there must be an id for each row
-    except ValueError as error:
-        reason = str(error).removeprefix("sparsejax: ")
-        raise ValueError(f"{_CALL}: {reason}") from None
+    _arguments.index_dtype(shape[0])  # there must be an id for each row
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
-        raise _arguments.wrong_type(_CALL, "dtype", "a numeric type", str(dtype))
+        raise TypeError(f"{_CALL}: dtype must be a numeric type, got {dtype}.")
     if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
-        raise _arguments.wrong_type(
-            _CALL,
-            "tx",
-            "an optax transformation, for example sparsejax.optim.adagrad(0.1), or "
-            "None for a read-only table",
-            _arguments.kind_of(tx),
+        raise TypeError(
+            f"{_CALL}: tx must be an optax transformation, or None for a read-only "
+            f"table, got {_arguments.kind_of(tx)}."
         )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
@@ -236,12 +172,24 @@ def _check_shape_and_optimizer(
 
 def _check_initializer(
     name: str,
-    initializer: Callable[..., Any],
+    initializer: Any,
+    array: np.ndarray | None,
     shape: tuple[int, ...],
     dtype: np.dtype,
     key: jax.Array,
 ) -> None:
     """Traces it for one row, as it will be run."""
+    if array is not None:
+        raise ValueError(
+            f"{_CALL}: table {name!r} has both an array, which has the weights of all "
+            "rows, and an initializer. Omit one of them."
+        )
+    if shape[0] > 1 << 32:
+        raise ValueError(
+            f"{_CALL}: an initializer supports at most 2**32 rows, but table {name!r} "
+            f"has {shape[0]}."
+        )
+    shape = (1, *shape[1:])
 
     def row(key):
         made = initializer(key, shape, dtype)
@@ -264,6 +212,6 @@ def _check_initializer(
     found = getattr(made, "shape", type(made).__name__)
     if found != shape:
         raise ValueError(
-            f"{_CALL}: the initializer of table {name!r} must return an array of the "
-            f"requested shape, {shape} for one row, but returned {found}."
+            f"{_CALL}: the initializer of table {name!r} must return an array of shape "
+            f"{shape} for one row, but returned {found}."
         )

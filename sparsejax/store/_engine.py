@@ -1,0 +1,299 @@
+"""The tables of a store, and the order of the work on them.
+
+The engine moves rows. It does not check arguments of users and documents nothing for
+them: `KVStore` does both. All work on tables runs in one queue, so a pull sees all
+earlier pushes. Collectives of several processes run on the calling thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from sparsejax._rows import SelectedRows
+from sparsejax.store._history import History
+from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
+from sparsejax.store._mesh import Devices
+from sparsejax.store._requested import check_rows, distinct_rows
+from sparsejax.store._table import Table
+
+
+# `f(name, count, height)`: the capacity for `count` distinct rows of a table.
+CapacityOf = Callable[[str, int, int], int]
+
+
+class Request(NamedTuple):
+    """The rows that a batch needs.
+
+    Args:
+      ids: by table, of rows to pull.
+      capacity: of the pulled rows.
+      cached: by table, rows that get slots in the device cache of the table.
+      alone: True for a request of one table, whose rows are not in a dict.
+    """
+
+    ids: Mapping[str, Any]
+    capacity: CapacityOf
+    cached: Mapping[str, np.ndarray] = {}
+    alone: bool = False
+
+
+class _Early(NamedTuple):
+    """Rows of a table that were read for a batch.
+
+    Args:
+      table: of the rows.
+      rows: the distinct rows of the batch, ascending; of all processes.
+      capacity: rows of the result.
+      early: the weights of the rows that this process owns.
+    """
+
+    table: Table
+    rows: np.ndarray
+    capacity: int
+    early: EarlyRows
+
+
+class _Ahead(NamedTuple):
+    """A batch ahead: what reads its rows, and by table its place in the caches."""
+
+    batch: Any
+    request: Request
+    early: Future
+    staged: dict[str, Any]
+
+
+class Engine:
+    """The state of a store.
+
+    Args:
+      mesh: of the devices to which rows are pulled, or None.
+    """
+
+    def __init__(self, mesh: Any):
+        self.devices = None if mesh is None else Devices(mesh)
+        # The index of this process, and the number of processes that share the rows.
+        self.process = 0 if self.devices is None else self.devices.process
+        self.count = 1 if self.devices is None else self.devices.count
+        self.tables: dict[str, Table] = {}
+        self.queue = WorkQueue()
+        self.history = History()
+        self.depths: list[int] = []  # of the iterators of prefetch that run
+        self.is_closed = False
+
+    def check_open(self) -> None:
+        """Raises a ValueError if the store was closed."""
+        if self.is_closed:
+            raise ValueError("KVStore: this store is closed. Make a new one.")
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Waits for the turn of `work` in the queue, and returns its result."""
+        self.check_open()
+        return self.queue.call(work)
+
+    def table(self, name: Any) -> Table:
+        """A table by its name."""
+        self.check_open()
+        try:
+            return self.tables[name]
+        except (KeyError, TypeError):
+            names = ", ".join(map(repr, self.tables)) or "none"
+            raise KeyError(
+                f"KVStore: there is no table {name!r}; the store has {names}. Call "
+                "init first."
+            ) from None
+
+    def close(self) -> None:
+        """Flushes, and releases memory and files."""
+
+        def work():
+            for table in self.tables.values():
+                table.close()
+            self.is_closed = True
+
+        if not self.is_closed:
+            self.run(work)
+
+    # -- rows -------------------------------------------------------------------------
+
+    def pull(
+        self, ids: Mapping[str, Any], capacity: CapacityOf, mode: str = "drop"
+    ) -> dict[str, SelectedRows]:
+        """The rows of the ids of several tables, in one turn of the queue."""
+        ids = self._merged(ids)
+
+        def work():
+            found = self._read_early(ids, capacity, mode)
+            for part in found:
+                part.table.drop(part.early)
+            return found
+
+        return self._on_device(self.run(work))
+
+    def push(self, name: str, rows: Any, values: Any) -> None:
+        """One step of the optimizer of a table, which is queued; an error is, too."""
+        table = self.table(name)
+        table.check_not_cached()
+        rows, values = self.on_one_device(rows), self.on_one_device(values)
+
+        def work():
+            began = time.perf_counter()
+            here = np.asarray(rows)
+            check_rows(name, here, table.spec.owners.height)
+            # Every process steps, even without rows: step counts must agree.
+            table.step(table.spec.owners.localize(here), values)
+            table.push_seconds += time.perf_counter() - began
+
+        self.queue.call_later(work)
+
+    def prefetch(
+        self,
+        batches: Iterable[Any],
+        request_of: Callable[[Any], Request],
+        depth: int,
+        mode: str = "drop",
+    ) -> Generator[tuple[Any, Any]]:
+        """Yields batches with their rows, which are read while the last step runs."""
+
+        def prepare(batch):
+            request = request_of(batch)
+            ids = self._merged(request.ids)
+            read = lambda: self._read_early(ids, request.capacity, mode)
+            early = self.queue.submit(read)
+            staged = {
+                name: self.tables[name].cache.announce(rows)
+                for name, rows in request.cached.items()
+            }
+            return _Ahead(batch, request, early, staged)
+
+        ahead, head = ReadAhead(batches, prepare), None
+        is_exiting = sys.is_finalizing  # when it is true, modules may be gone
+        self.queue.start_worker()
+        self.depths.append(depth)
+        for table in self.tables.values():
+            if table.keys is not None:
+                table.keys.latest_step = None
+        try:
+            while True:
+                self.check_open()
+                head = ahead.take()
+                if head is ReadAhead.END:
+                    break
+                work = functools.partial(_hand_out, head.early)
+                handed_out = self.queue.submit(work)
+                ahead.fill(depth)
+                found = self._on_device(handed_out.result())
+                self.queue.raise_error()
+                rows: Any = {**found, **head.request.cached}
+                if head.request.alone:
+                    (rows,) = rows.values()
+                yield head.batch, rows
+                self._withdraw([head])  # unless its step has run
+            self.queue.submit(lambda: None).result()  # wait for the last pushes
+            self.queue.raise_error()
+        finally:
+            if not is_exiting():
+                self.depths.remove(depth)
+                left = ahead.rest()
+                for each in left:
+                    self.queue.submit(functools.partial(_drop, each.early))
+                if isinstance(head, _Ahead):
+                    left.insert(0, head)
+                self._withdraw(left)
+                self.queue.stop_worker()
+
+    def _withdraw(self, ahead: Sequence[_Ahead]) -> None:
+        """Forgets the batches that caches expect."""
+        for name in {name for each in ahead for name in each.staged}:
+            entries = [each.staged[name] for each in ahead if name in each.staged]
+            cache = self.tables[name].cache
+            if cache is not None:
+                cache.withdraw(entries)
+
+    def _read_early(
+        self, ids: Mapping[str, Any], capacity: CapacityOf, mode: str
+    ) -> list[_Early]:
+        """Reads the rows of `ids`, which are in flight from now on; in the queue."""
+        found: list[_Early] = []
+        try:
+            for name, some in ids.items():
+                began = time.perf_counter()
+                table = self.table(name)
+                table.check_written_back()
+                owners = table.spec.owners
+                rows = distinct_rows(name, some, owners.height, mode)
+                size = capacity(name, rows.size, owners.height)
+                own = owners.localize(rows)
+                own = own[own < table.height]
+                # For a mesh the rows are padded when they are copied to its devices.
+                padded = size if self.devices is None else own.size
+                early = table.read_early(own, padded, with_state=False)
+                found.append(_Early(table, rows, size, early))
+                table.pulls += 1
+                table.pulled_rows += own.size
+                table.pull_seconds += time.perf_counter() - began
+        except BaseException:
+            for part in found:
+                part.table.drop(part.early)
+            raise
+        return found
+
+    def _merged(self, ids: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The ids of all devices of the mesh, by table. A collective."""
+        heights = {name: self.table(name).spec.owners.height for name in ids}
+        return ids if self.devices is None else self.devices.merge_ids(ids, heights)
+
+    # -- devices ----------------------------------------------------------------------
+
+    def on_one_device(self, x: Any) -> Any:
+        """An array of a step over the mesh, whole on one device."""
+        return x if self.devices is None else self.devices.on_one_device(x)
+
+    def _on_device(self, early: Sequence[_Early]) -> dict[str, SelectedRows]:
+        """Rows that were read as arrays; nothing writes to their buffers any more."""
+        found = {x.table.spec.name: self._rows_and_values(x) for x in early}
+        if self.devices is None:
+            # One copy of all tables. The CPU device may use these buffers in place.
+            found = jax.device_put(found)
+        return {
+            x.table.spec.name: SelectedRows(
+                *found[x.table.spec.name], x.table.spec.owners.height
+            )
+            for x in early
+        }
+
+    def _rows_and_values(self, early: _Early) -> tuple[Any, Any]:
+        """The rows and values of a SelectedRows; on the host without a mesh."""
+        owners, rows = early.table.spec.owners, early.rows
+        (values,) = early.early.buffers
+        if self.devices is not None:
+            found = self.devices.replicate(owners, rows, values, early.capacity)
+            return found.rows, found.values
+        padded = np.full((early.capacity,), owners.height, rows.dtype)
+        padded[: rows.size] = rows
+        return padded, values
+
+
+def _hand_out(early: Future) -> list[_Early]:
+    """The rows of a batch in flight, with all writes so far; in the queue."""
+    found = early.result()  # done by now; raises its error
+    for part in found:
+        began = time.perf_counter()
+        part.table.hand_out(part.early)
+        part.table.pull_seconds += time.perf_counter() - began
+    return found
+
+
+def _drop(early: Future) -> None:
+    """Forgets a batch in flight; in the queue."""
+    # Done by now, but in a forked child, where the parent's worker will not read it.
+    if early.done() and early.exception() is None:
+        for part in early.result():
+            part.table.drop(part.early)

@@ -1,0 +1,413 @@
+"""Functions of trees with tables of a store, run on the rows that they read.
+
+A call of such a function runs these steps:
+
+1. `RowIds` traces the function, once for arguments of the same structure, shapes and
+   dtypes, and cuts out the program that computes the ids of every read. It runs that
+   program on the host.
+2. The store pulls the rows of all tables, in one batch.
+3. `jitted` runs the function, or the training step made of it, on these rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.experimental import checkify
+
+from sparsejax import _arguments
+from sparsejax._rows import is_selected_rows
+from sparsejax.store._engine import CapacityOf, Engine
+from sparsejax.store._optimizer import on_host
+from sparsejax.store._requested import Capacities, capacity_for
+from sparsejax.store._tree_tables import (
+    Found,
+    caches_of,
+    put_tables,
+    tables_of,
+    view_to_record,
+)
+from sparsejax.transform import rules, value_and_grad
+from sparsejax.transform.forward import run_forward
+from sparsejax.transform.interpreter import Reads, Run, walk
+from sparsejax.transform.read_ids import IdsProgram, ids_program
+from sparsejax.transform.trace import trace_flat
+
+
+del rules  # imported for the rules that it registers
+
+# The rows of a step by table.
+Rows = Mapping[str, Found]
+
+
+# ------------------------------------------------------------------ arguments
+
+
+class _Array:
+    """Stands for an array among the leaves of a tree."""
+
+
+_ARRAY = _Array()
+
+
+def split(tree: Any) -> tuple[list[Any], Any]:
+    """The arrays of a tree, and the rest of it, which must be hashable.
+
+    Raises:
+      TypeError: an array is traced.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [_arguments.saturate(x) for x in leaves if _arguments.is_array(x)]
+    if any(isinstance(x, Tracer) for x in arrays):
+        raise TypeError(
+            "An argument is traced by jit, vmap, grad or scan, but the rows of the "
+            "store are in host memory. Call the function outside: it compiles the step "
+            "itself."
+        )
+    # With the types: 1, 1.0 and True are equal, but a function may treat them
+    # differently.
+    others = (_ARRAY if _arguments.is_array(x) else (type(x), x) for x in leaves)
+    return arrays, (structure, tuple(others))
+
+
+def join(arrays: Sequence[Any], static: Any) -> Any:
+    """The tree that `split` cut, with these arrays."""
+    structure, others = static
+    found = iter(arrays)
+    return structure.unflatten(next(found) if x is _ARRAY else x[1] for x in others)
+
+
+def check_no_cache(tree: Any) -> None:
+    """Raises if a table of a CachedTable is in a tree."""
+    for name in caches_of(tree):
+        raise TypeError(
+            f"Table {name!r} is of a CachedTable, whose rows move with their optimizer "
+            "state. Train it by store.train_step(fun, tx). To evaluate, call its "
+            f"flush, and use store[{name!r}] in its place."
+        )
+
+
+def _check_tables(engine: Engine, tables: Sequence[Any]) -> None:
+    """Raises unless there are tables, and all are of the store."""
+    for table in tables:
+        if table.engine is not engine:
+            raise ValueError(
+                f"Table {table.name!r} belongs to another store. Use the methods of "
+                "one store for all tables of a function."
+            )
+    if not tables:
+        raise TypeError(
+            "The arguments have no table of the store. Put store['name'] in place of "
+            "the array of a table, or use sparsejax.value_and_grad."
+        )
+
+
+# ------------------------------------------------------------------ ids
+
+
+class Program(NamedTuple):
+    """The ids of a function for arguments of one structure.
+
+    Args:
+      run: a jitted function of the arrays that the ids depend on; returns the ids of
+        each table, flat.
+      needed: the positions of these arrays among all.
+      counts: by table, the number of ids.
+    """
+
+    run: Callable[[Sequence[Any]], dict[str, jax.Array]]
+    needed: tuple[int, ...]
+    counts: dict[str, int]
+
+    def ids(self, arrays: Sequence[Any]) -> dict[str, Any]:
+        """The ids for the arrays of all arguments."""
+        needed = [arrays[k] for k in self.needed]
+        is_here = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
+        if not all(map(is_here, needed)):
+            return self.run(needed)  # arrays of several processes
+        with on_host() as device:
+            # Not on the device of the step, where the step of the last batch may run.
+            ids = self.run([_for_host(x, device) for x in needed])
+            return {name: np.asarray(x) for name, x in ids.items()}
+
+    def capacity(self, capacities: Capacities) -> CapacityOf:
+        """The capacity of each table: given, or measured and only growing."""
+
+        def capacity(name, count, height):
+            given = capacities.given(name)
+            if given is not None:
+                return capacity_for(name, count, height, given)
+            return capacities.grow(name, count, min(self.counts[name], height))
+
+        return capacity
+
+
+class RowIds:
+    """The programs that find the rows that calls of a function read, by table.
+
+    Args:
+      engine: of the store of the tables.
+      fun: a function of trees.
+    """
+
+    def __init__(self, engine: Engine, fun: Callable[..., Any]):
+        self._engine, self._fun = engine, fun
+        self._programs: dict[Any, Program] = {}
+
+    def program(self, arrays: Sequence[Any], *statics: Any) -> Program:
+        """The program for arguments of this structure.
+
+        Args:
+          arrays: of all arguments, or their specs.
+          *statics: the rest of each argument, from `split`.
+        """
+        key = statics, tuple(map(_kind_of, arrays))
+        if key not in self._programs:
+            self._programs[key] = self._make(arrays, statics)
+        return self._programs[key]
+
+    def _make(self, arrays: Sequence[Any], statics: Sequence[Any]) -> Program:
+        # Without their shardings: the program runs on the host.
+        arrays = [spec_of(x) for x in arrays]
+        flat, tables = self._trace(arrays, statics)
+        run = Run({k: table.shape[0] for k, table in enumerate(tables)})
+        live = (True,) * len(flat.jaxpr.outvars)
+        step = lambda inputs, reads: walk(
+            run, reads, flat.jaxpr, [*flat.consts, *inputs], live
+        )
+        reads = Reads()
+        jax.eval_shape(lambda inputs: step(inputs, reads) and None, arrays)
+        sites = run.sites = tuple(reads.sites)
+        deltas = []
+        for site in sites:
+            table = tables[site.table]
+            shape = site.lead + table.shape[1:]
+            deltas.append(jax.ShapeDtypeStruct(shape, table.dtype))
+        program = ids_program(step, deltas, arrays)
+        names = [table.name for table in tables]
+        if any(program.needs_delta):
+            _refuse_second_hop(names, sites, program)
+        counts: dict[str, int] = {}
+        for site in sites:
+            name = names[site.table]
+            counts[name] = counts.get(name, 0) + site.num_rows
+        counts = {name: count for name, count in counts.items() if count}
+        needed = [k for k, is_needed in enumerate(program.needs_input) if is_needed]
+        by_table = functools.partial(_by_table, names, sites, program)
+        return Program(jax.jit(by_table), tuple(needed), counts)
+
+    def _trace(self, arrays: Sequence[Any], statics: Sequence[Any]) -> Any:
+        """The program of the function, with a view of each table, and the tables."""
+        tables: dict[str, Any] = {}
+
+        def on_views(arrays):
+            rest = iter(arrays)
+            args = [
+                join([next(rest) for x in others if x is _ARRAY], (tree, others))
+                for tree, others in statics
+            ]
+            found = tables_of(args)
+            _check_tables(self._engine, found)
+            tables.update({table.name: table for table in found})
+            numbers = {name: k for k, name in enumerate(tables)}
+            views = [view_to_record(t, numbers[t.name]) for t in found]
+            return self._fun(*put_tables(args, views))
+
+        flat = trace_flat(on_views, (arrays,), {}, lambda x: True)
+        return flat, list(tables.values())
+
+
+def _by_table(
+    names: Sequence[str], sites: Sequence[Any], program: IdsProgram, needed: Any
+) -> dict[str, jax.Array]:
+    """The ids of all reads of each table, flat."""
+    found: dict[str, list[jax.Array]] = {}
+    for ids, site in zip(program.run((), needed), sites):
+        found.setdefault(names[site.table], []).append(ids.reshape(-1))
+    return {
+        name: ids[0] if len(ids) == 1 else jnp.concatenate(ids)
+        for name, ids in found.items()
+    }
+
+
+def _refuse_second_hop(
+    names: Sequence[str], sites: Sequence[Any], program: IdsProgram
+) -> NoReturn:
+    """Raises the error of ids that depend on rows of a table of the store."""
+    for number, site in enumerate(sites):
+        reads, _ = program.behind(number)
+        if reads:
+            first = sites[reads[0]]
+            raise ValueError(
+                f"The ids of table {names[site.table]!r} at {site.where} depend on "
+                f"rows of table {names[first.table]!r} that are read at {first.where}, "
+                "but all rows of a step are pulled before it runs. Compute the ids "
+                f"from store.pull({names[first.table]!r}, ...) first, and pass them as "
+                "an argument; or keep the table of the first read on the device."
+            )
+    raise AssertionError("sparsejax: ids depend on rows of no read. This is a bug.")
+
+
+def _for_host(x: Any, device: Any) -> Any:
+    """An array for a program on the CPU; a copy only if it is elsewhere."""
+    is_there = not isinstance(x, jax.Array) or x.sharding.device_set == {device}
+    return x if is_there else np.asarray(x)
+
+
+def _kind_of(x: Any) -> tuple[Any, ...]:
+    """The type for which a program is compiled; cheaper to hash than a spec."""
+    return x.shape, x.dtype, getattr(x, "weak_type", False)
+
+
+def spec_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an array or spec."""
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)
+    )
+
+
+# ------------------------------------------------------------------ the function
+
+
+def with_views(tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any:
+    """The tree with a view of the pulled rows in place of each table.
+
+    Args:
+      tree: with tables.
+      rows: the rows that were pulled; a table that is not read has none.
+      but: the names of tables that stay as they are.
+    """
+
+    def view(table):
+        if table.name in but:
+            return table
+        found = found_of(table, rows)
+        return table.view(table.values(found), found)
+
+    return put_tables(tree, list(map(view, tables_of(tree))))
+
+
+def found_of(table: Any, rows: Rows) -> Found:
+    """The rows of a table in a step; one empty slot if it is not read."""
+    return rows[table.name] if table.name in rows else table.not_read()
+
+
+def forward(fun: Callable[..., Any], rows: Rows, args: Any, kw: Any) -> Any:
+    """`fun` on pulled rows."""
+
+    def on_rows(args, kw):
+        args, kw = with_views((args, kw), rows)
+        return fun(*args, **kw)
+
+    return run_forward(on_rows, args, kw)
+
+
+def gradient(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...],
+    has_aux: bool,
+    tables: Any,
+    rows: Rows,
+    args: Sequence[Any],
+    kw: Mapping[str, Any],
+    frozen: Sequence[str] = (),
+) -> tuple[Any, Any, list[Any]]:
+    """`value_and_grad` of `fun` on pulled rows.
+
+    Args:
+      fun, argnums, has_aux, tables: as in `sparsejax.value_and_grad`.
+      rows: the rows that were pulled.
+      args, kw: the arguments of `fun`, with tables.
+      frozen: the names of tables without a gradient.
+
+    Returns:
+      The value; the gradient, which still has the tables; and the gradient of each of
+      them, in order, without the frozen ones.
+    """
+    several = isinstance(argnums, tuple)
+    numbers = [n % len(args) for n in (argnums if several else (argnums,))]
+    trained = [t for n in numbers for t in tables_of(args[n]) if t.name not in frozen]
+    names = [table.name for table in trained]
+    founds = [found_of(table, rows) for table in trained]
+    # One array for each place of a table in the arguments, since each has its gradient.
+    values = [table.values(found) for table, found in zip(trained, founds)]
+    args, kw = list(args), dict(kw)
+    for n in numbers:
+        # Without the array of a cache, which is among the values.
+        args[n] = put_tables(args[n], [t.without_array() for t in tables_of(args[n])])
+
+    @functools.wraps(fun)
+    def on_rows(*args_and_values, **kw):
+        *args, values = args_and_values
+        views = iter([t.view(x, f) for t, x, f in zip(trained, values, founds)])
+        for n in numbers:
+            found = tables_of(args[n])
+            chosen = [t if t.name in frozen else next(views) for t in found]
+            args[n] = put_tables(args[n], chosen)
+        # A table that is differentiated stays as it is in the other arguments, where a
+        # read of it would have no gradient.
+        args, kw = with_views((args, kw), rows, but=names)
+        return fun(*args, **kw)
+
+    run = value_and_grad(
+        on_rows,
+        (*numbers, len(args)),
+        has_aux,
+        tables=_with_values(tables, several, len(numbers)),
+    )
+    value, (*grads, of_values) = run(*args, values, **kw)
+    of_tables = [t.gradient(g, f) for t, g, f in zip(trained, of_values, founds)]
+    return value, tuple(grads) if several else grads[0], of_tables
+
+
+def _with_values(tables: Any, several: bool, count: int) -> Any:
+    """`tables=` for the arguments of the user and the values of pulled rows."""
+    if not callable(tables):
+        is_tuple = several and isinstance(tables, tuple)
+        return (*(tables if is_tuple else (tables,) * count), True)
+
+    def predicate(path, leaf):
+        if path[0].idx == count:
+            return True
+        return tables(path if several else path[1:], leaf)
+
+    return predicate
+
+
+def jitted(
+    body: Callable[..., Any], donate: bool = False, checked: bool = False
+) -> Callable[..., Any]:
+    """Compiles `body(rows, first, rest)`, of rows and two trees that `split` cut.
+
+    Returns:
+      `f(rows, first, rest)`, of the rows of a step by table, and of the arrays and
+      static part of two trees. With `donate`, the arrays of `first` are donated. With
+      `checked`, it runs under `checkify`, and raises if a check failed.
+    """
+    numbers = (3,) if donate else ()
+
+    @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=numbers)
+    def run(first_static, rest_static, rows, *arrays):
+        def on_arrays(rows, first, rest):
+            return body(rows, join(first, first_static), join(rest, rest_static))
+
+        on_arrays = checkify.checkify(on_arrays) if checked else on_arrays
+        return on_arrays(rows, *arrays)
+
+    def call(rows, first, rest):
+        # As a tree, a SelectedRows seals its ids, which takes a program for each table.
+        as_pair = lambda x: (x.rows, x.values) if is_selected_rows(x) else x
+        pairs = {name: as_pair(x) for name, x in rows.items()}
+        out = run(first[1], rest[1], pairs, first[0], rest[0])
+        if checked:
+            error, out = out
+            error.throw()
+        return out
+
+    return call
