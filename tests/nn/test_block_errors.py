@@ -185,7 +185,7 @@ def test_arguments_are_named():
         (lambda: trainer(block, store, 3, tx), r"loss must be a function \(outputs"),
         (lambda: make(block, tx=3), "tx must be an optax .* got an int"),
         (lambda: make(block, table_tx=3), "tx must be an optax"),
-        (lambda: make(block, inputs="x"), "inputs must be a function of a batch"),
+        (lambda: make(block, inputs="x"), "inputs a function of a batch or None"),
         (lambda: make(block, key="a"), "key must be one PRNG key or an int"),
         (lambda: make(block, clip_norm="a"), "clip_norm must be a positive .* 'a'"),
         (lambda: make(block, mode="skip"), "mode must be one of 'error', 'drop'"),
