@@ -14,8 +14,8 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.parallel._table import ShardedTable
+from sparsejax.transform.forward import ids_program
 from sparsejax.transform.plan import find_tables
-from sparsejax.transform.read_ids import ids_program
 from sparsejax.transform.trace import trace_call
 
 

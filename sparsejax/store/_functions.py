@@ -34,9 +34,8 @@ from sparsejax.store._tree_tables import (
     view_to_record,
 )
 from sparsejax.transform import rules, value_and_grad
-from sparsejax.transform.forward import run_forward
+from sparsejax.transform.forward import IdsProgram, ids_program, run_forward
 from sparsejax.transform.interpreter import Reads, Run, walk
-from sparsejax.transform.read_ids import IdsProgram, ids_program
 from sparsejax.transform.trace import trace_flat
 
 

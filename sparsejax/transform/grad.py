@@ -18,7 +18,7 @@ from sparsejax._rows import SelectedRows, indexing, with_slots
 from sparsejax._rows.order_after import order_after
 from sparsejax.transform.interpreter import Reads, Site
 from sparsejax.transform.plan import Plan, make_plan
-from sparsejax.transform.trace import Leaf, check_fun, observer, trace_call
+from sparsejax.transform.trace import Leaf, check_fun, trace_call
 
 
 P = ParamSpec("P")
@@ -108,10 +108,7 @@ def value_and_grad(
     @functools.wraps(fun)
     def value_and_grad_fun(*args: Any, **kwargs: Any) -> Any:
         call = trace_call(fun, numbers, has_aux, tables, args, kwargs)
-        plan = make_plan(call)
-        if observer.value is not None:
-            observer.value.leaves += call.leaves
-        (loss, aux), grads = differentiate(plan)
+        (loss, aux), grads = differentiate(make_plan(call))
         return ((loss, aux) if has_aux else loss), grads
 
     return value_and_grad_fun

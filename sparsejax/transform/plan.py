@@ -155,6 +155,8 @@ def make_plan(call: Call, strict: bool = True, stacks: bool = True) -> Plan:
         plan = _try_stacks(plan, tried)
     for leaf in leaves:
         leaf.sparse = _is_sparse(leaf, strict)
+    if observer.value is not None:
+        observer.value.leaves += call.leaves
     return plan.only([leaf for leaf in leaves if leaf.sparse])
 
 

@@ -417,3 +417,17 @@ def test_a_step_must_be_jitted():
     with pytest.raises(TypeError, match="scalar-output functions") as error:
         sj.explain(step)(PARAMS, SGD.init(PARAMS), BATCH)
     assert "jit it first: sparsejax.explain(jax.jit(step" in error.value.__notes__[0]
+
+
+@pytest.mark.slow
+def test_a_step_of_exact():
+    tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
+    both = sj.optim.exact_value_and_grad(loss_fn, tx)
+
+    def step(params, state, batch):
+        (value, grads), params, state = both(params, state, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    found = explain(step, tx=tx)
+    assert found["params['table']"].sparse and not found.advice

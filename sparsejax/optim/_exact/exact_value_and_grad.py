@@ -17,10 +17,10 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.optim._exact.exact import Exact, ExactState
+from sparsejax.transform.forward import IdsProgram, ids_program
 from sparsejax.transform.grad import differentiate
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.plan import Plan, collect, make_plan
-from sparsejax.transform.read_ids import IdsProgram, ids_program
 from sparsejax.transform.trace import check_fun, trace_call
 
 
