@@ -462,11 +462,11 @@ def _journal(folder):
     store = sj.store.KVStore()
     store.init("t", (V, D), _TX, path=path)
     cache = sj.store.CachedTable(store, "t", 2)
-    array = cache.array
-    state = cache.attach(sj.optim.lazy(_TX), array)
-    for ids in ([3, 7], [5, 1], [2, 4], [6]):
-        array, state, slots = cache.prepare(ids, array, state)
-        array = array.at[slots].add(1)
+    tx = sj.optim.lazy(_TX)
+    table, state = cache.table, tx.init(cache.table)
+    step = store.train_step(lambda table, ids: table[ids].sum(), tx)
+    for ids in ([3, 7], [5, 1], [2, 4], [6, 6]):
+        table, state, _ = step(table, state, np.array(ids))
     good = [_files(folder)]
     assert len(good[0]) == 2
     store.close()
