@@ -9,7 +9,6 @@ empty word. A column is first reduced to its distinct values by `dictionary_enco
 only these become words. pyarrow is imported by the first call that needs it.
 """
 
-import datetime
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -217,18 +216,9 @@ def _as_word(value: Any, name: str) -> bytes | None:
 
 
 def _refuse(value: Any, name: str) -> NoReturn:
-    hint = ""
-    if is_table(value):
-        hint = " It is a table: pass one of its columns, or call ids(table)."
-    elif isinstance(value, datetime.date):
-        hint = " For timestamps, pass seconds since the first one, as numbers."
-    elif isinstance(value, (float, np.floating)):
-        hint = " Numbers that are not ids are features, or are cut into buckets first."
-    elif np.ndim(value) > 0:
-        hint = " Flatten lists of lists first."
     raise TypeError(
         f"the column {name!r} must be strings or integers, or lists of these, got "
-        f"{_arguments.show(value)}.{hint}"
+        f"{_arguments.show(value)}. Numbers that are not ids need no vocabulary."
     )
 
 
@@ -282,30 +272,19 @@ def as_words(data: Any, name: str = "words") -> Words:
 def _as_distinct(values: Any, name: str) -> tuple[Any, bool]:
     """Returns distinct values as a BinaryArray, and True if all are integers."""
     pa = import_pyarrow()
-    kind, types, is_integer = values.type, pa.types, False
-    text = "string large_string string_view binary large_binary binary_view".split()
-    if types.is_integer(kind):
-        words, is_integer = values.cast(pa.string()), True
+    kind, types = values.type, pa.types
+    is_integer = types.is_integer(kind)
+    if is_integer:
+        values = values.cast(pa.string())
     elif types.is_floating(kind):
         # pandas stores ids as floats if one of them is missing.
-        numbers = values.cast(pa.float64()).fill_null(float("nan"))
-        numbers = numbers.to_numpy(zero_copy_only=False)
-        is_given = numbers == numbers
-        is_wrong = is_given & ~(np.abs(numbers) <= _EXACT)
-        is_wrong |= is_given & (np.trunc(numbers) != numbers)
-        if is_wrong.any():
-            _refuse(float(numbers[np.argmax(is_wrong)]), name)
-        whole = np.where(is_given, numbers, 0).astype(np.int64)
-        words = pa.array(whole, mask=~is_given).cast(pa.string())
-        is_integer = bool(is_given.any())
-    elif types.is_boolean(kind) or types.is_null(kind):
-        shown = [None if value is None else str(value) for value in values.to_pylist()]
-        words = pa.array(shown, pa.string())
-    elif any(getattr(types, f"is_{name}")(kind) for name in text):
-        words = values
-    else:
-        _refuse(next(iter(values.drop_null().to_pylist()), kind), name)
-    return words.cast(pa.binary()).fill_null(b""), is_integer
+        values = pa.array([_as_word(x, name) for x in values.to_pylist()], pa.binary())
+        is_integer = values.null_count < len(values)
+    try:
+        words = values.cast(pa.binary())
+    except pa.ArrowNotImplementedError:  # booleans; string views before pyarrow 20
+        words = pa.array([_as_word(x, name) for x in values.to_pylist()], pa.binary())
+    return words.fill_null(b""), is_integer
 
 
 def _check_words(words: Any, name: str) -> None:

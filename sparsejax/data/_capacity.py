@@ -73,7 +73,6 @@ class Level:
       lengths: int64 `[n]`, the number of elements of each row.
       size: the capacity.
       reason: why the capacity was chosen, for `repr(loader)`.
-      auto: the capacity that "auto" chooses.
       sure: a capacity in which every batch of every epoch fits.
       always_fits: True if every batch is known to fit into `size`.
       mean: the average number of elements in a batch.
@@ -83,7 +82,6 @@ class Level:
     lengths: np.ndarray
     size: int
     reason: str
-    auto: int
     sure: int
     always_fits: bool
     mean: float
@@ -132,15 +130,12 @@ class Buckets:
             if not found.size or found.max() <= level.size:
                 continue
             batch = int(np.argmax(found.max(axis=0) > level.size))
-            auto = ""
-            if level.size < level.auto < level.sure:
-                auto = f", capacity='auto', which is {level.auto} here"
             raise ValueError(
                 f"DataLoader: capacity={level.size} of {level.name} is too small: "
                 f"batch {batch} of epoch {epoch} has {found[:, batch].max()} elements, "
                 f"and the largest batch of that epoch has {found.max()}. Pass "
                 f"capacity={level.sure}, which fits every batch"
-                f"{' of every epoch' if sampler.shuffle else ''}{auto}, or "
+                f"{' of every epoch' if sampler.shuffle else ''}, or 'auto', or "
                 "overflow='spill' for a second, larger capacity."
             )
 
@@ -209,7 +204,7 @@ def _as_level(
     else:
         reason = "as given"
     mean = batch_size * float(lengths.mean())
-    return Level(name, lengths, size, reason, auto, sure, size >= sure, mean)
+    return Level(name, lengths, size, reason, sure, size >= sure, mean)
 
 
 def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
