@@ -7,7 +7,7 @@ holds the table as floats unless it calls `dequantize`.
 
 `jax.tree.map(lambda a, b: (a + b) / 2, table1, table2)` must not average codes. So a
 table shows its scales and biases to trees as an array that JAX moves but does not
-compute with (see `row_ids.seal_pairs`). Codes stay plain bytes: a function of all
+compute with (see `row_ids.seal`). Codes stay plain bytes: a function of all
 leaves is refused at the other leaf.
 
 The results are equal to those of Caffe2 and FBGEMM, bit for bit: the search for a
@@ -16,6 +16,7 @@ range, the operations that round, and the scale (0 or 1) of a row of equal numbe
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -99,7 +100,7 @@ class QuantizedTable:
     """
 
     codes: jax.Array
-    _pairs: Any  # a leaf of `row_ids.seal_pairs`, or what a tree was rebuilt with
+    _pairs: Any  # a leaf of `row_ids.seal`, or what a tree was rebuilt with
     bits: int
     row_shape: tuple[int, ...]
     dtype: np.dtype
@@ -115,9 +116,8 @@ class QuantizedTable:
         row_shape: tuple[int, ...],
         dtype: np.dtype,
     ):
-        # Sealed at once: a leaf that is made at each call of a function would be a
-        # copy of all scales.
-        pairs = row_ids.seal_pairs(scale_bias)
+        # Pack here; packing in tree_flatten would copy all scales at every call.
+        pairs = row_ids.seal(scale_bias)
         vars(self).update(codes=codes, _pairs=pairs, bits=bits)
         vars(self).update(row_shape=row_shape, dtype=dtype)
 
@@ -130,7 +130,7 @@ class QuantizedTable:
     def tree_flatten(self) -> tuple[Any, Any]:
         """The children; the static part can be JSON, for exports."""
         static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
-        return (self.codes, row_ids.seal_pairs(self._pairs)), static
+        return (self.codes, row_ids.seal(self._pairs)), static
 
     @classmethod
     def tree_unflatten(
@@ -139,10 +139,15 @@ class QuantizedTable:
         """Rebuilds without checks: children may be anything JAX puts there."""
         bits, row_shape, dtype = static
         codes, pairs = children
-        self = object.__new__(cls)
         pairs = row_ids.pairs_from_words(pairs)
-        vars(self).update(codes=codes, _pairs=pairs, bits=bits)
-        vars(self).update(row_shape=row_shape, dtype=jnp.dtype(dtype))
+        self = object.__new__(cls)
+        vars(self).update(
+            codes=codes,
+            _pairs=pairs,
+            bits=bits,
+            row_shape=row_shape,
+            dtype=jnp.dtype(dtype),
+        )
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -167,7 +172,7 @@ class QuantizedTable:
     @property
     def scale_bias(self) -> jax.Array:
         """The scale and the bias of each row, `[V, 2]`."""
-        return row_ids.unseal_pairs(self._pairs)
+        return row_ids.unseal(self._pairs)
 
     @property
     def scale(self) -> jax.Array:
@@ -191,7 +196,7 @@ class QuantizedTable:
         return math.prod(self.codes.shape) + pairs
 
     def __repr__(self) -> str:
-        leaves = self.codes, row_ids.unseal_pairs(self._pairs)
+        leaves = self.codes, row_ids.unseal(self._pairs)
         if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
             codes, pair = map(_arguments.show_spec, leaves)  # in a tree of something
             return f"QuantizedTable(codes={codes}, scale_bias={pair})"
@@ -229,14 +234,6 @@ class QuantizedTable:
     # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
     __iter__ = None
     __contains__ = None
-
-    def __matmul__(self, other: Any) -> NoReturn:
-        raise TypeError(
-            "QuantizedTable @ array: use sparsejax.lookup(table, ids) @ w for the "
-            "rows that are read, or .dequantize() for the whole array."
-        )
-
-    __rmatmul__ = __matmul__
 
     def get(self, ids: ArrayLike) -> jax.Array:
         """Rows by id; zeros for an id out of range, as `SelectedRows.get`.
@@ -321,7 +318,14 @@ class QuantizedTable:
           >>> table.requantize(2 * table.dequantize()).dequantize()
           Array([[2., 4.]], dtype=float32)
         """
-        return self._requantize(array, key)
+        array = self._check_like("array", array)
+        # A stack of tables is quantized as one table.
+        rows = array.reshape(math.prod(self.codes.shape[:-1]), *self.row_shape)
+        new = quantize(rows, self.bits, scale_dtype=self.scale_dtype, key=key)
+        old, treedef = jax.tree.flatten(self)
+        return treedef.unflatten(
+            x.reshape(like.shape) for x, like in zip(jax.tree.leaves(new), old)
+        )
 
     def average(
         self,
@@ -366,17 +370,7 @@ class QuantizedTable:
             found = _arguments.kind_of(weight)
             raise ValueError(f"weight must be a scalar, got {found}.")
         mean = (1 - weight) * mine.astype(wide) + weight * theirs.astype(wide)
-        return self._requantize(mean, key)
-
-    def _requantize(self, array: Any, key: Any) -> Self:
-        array = self._check_like("array", array)
-        # A stack of tables is quantized as one table.
-        rows = array.reshape(math.prod(self.codes.shape[:-1]), *self.row_shape)
-        new = quantize(rows, self.bits, scale_dtype=self.scale_dtype, key=key)
-        old, treedef = jax.tree.flatten(self)
-        return treedef.unflatten(
-            x.reshape(like.shape) for x, like in zip(jax.tree.leaves(new), old)
-        )
+        return self.requantize(mean, key)
 
     def _check_like(self, name: str, x: Any) -> jax.Array:
         """Returns `x` as an array of floats of the table's shape, or raises."""
@@ -577,7 +571,7 @@ def read_pairs(table: QuantizedTable, ids: jax.Array, fill: Any = None) -> jax.A
 
     Ids out of range are clipped, or read `fill`.
     """
-    words, how = row_ids.words_of_leaf(row_ids.seal_pairs(table._pairs)), {}
+    words, how = row_ids.words_of_leaf(row_ids.seal(table._pairs)), {}
     if fill is not None:  # words of both dtypes that are two or one times this number
         pair = np.full(4 // table.scale_dtype.itemsize, fill, table.scale_dtype)
         how = dict(fill_value=pair.view(np.uint32)[0])
@@ -665,14 +659,6 @@ def quantize(
       and its engine GREEDY; FBGEMM, `FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf`.
     """
     bits, pair_dtype = _check_bits(bits, scale_dtype)
-    if isinstance(table, (SelectedRows, QuantizedTable)):
-        way_out = "Pass its .dequantize()."
-        if isinstance(table, SelectedRows):
-            way_out = "Pass its .to_dense(), or quantize its .values."
-        raise TypeError(
-            f"table must be an array of floats, got {_arguments.kind_of(table)}. "
-            f"{way_out}"
-        )
     table = _arguments.as_floats(table, "table")
     if table.ndim < 2:
         raise ValueError(
@@ -853,7 +839,7 @@ def _divide(x: jax.Array, by: int) -> jax.Array:
 
 
 def _check_bits(bits: Any, scale_dtype: Any) -> tuple[int, Any]:
-    """Returns `bits` and the dtype of scales, or raises an error that names `call`."""
+    """Returns `bits` and the dtype of scales, or raises."""
     if isinstance(bits, bool) or bits not in (8, 4, 2):
         raise ValueError(
             f"bits must be 8, 4 or 2, got {_arguments.show(bits)}. For 16 bits cast "
@@ -861,27 +847,15 @@ def _check_bits(bits: Any, scale_dtype: Any) -> tuple[int, Any]:
         )
     if scale_dtype is None:
         scale_dtype = jnp.float32 if bits == 8 else jnp.float16
-    try:
-        found = jnp.dtype(scale_dtype)
-    except TypeError:
-        found = None
-    if found not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.float16)):
-        raise TypeError(
-            "scale_dtype must be float32 or float16, got "
-            f"{_arguments.show(scale_dtype)}. Leave it out for float32 with 8 bits and "
-            "float16 with fewer."
-        )
-    return int(bits), found
+    dtype = _float_dtype(scale_dtype, "scale_dtype")
+    if dtype not in (jnp.float32, jnp.float16):
+        raise TypeError(f"scale_dtype must be float32 or float16, got {dtype}.")
+    return int(bits), dtype
 
 
-def _float_dtype(dtype: Any) -> Any:
-    try:
-        found = jax.dtypes.canonicalize_dtype(dtype)
-    except TypeError:
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
-        raise TypeError(
-            f"dtype must be a floating-point dtype, got {_arguments.show(dtype)}. Rows "
-            "are floats."
-        )
-    return found
+def _float_dtype(dtype: Any, name: str = "dtype") -> Any:
+    with contextlib.suppress(TypeError):  # not a dtype
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+        if jnp.issubdtype(dtype, jnp.floating):
+            return dtype
+    raise TypeError(f"{name} must be a dtype of floats, got {_arguments.show(dtype)}.")

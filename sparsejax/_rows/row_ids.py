@@ -22,10 +22,13 @@ Sharp edges:
 - `jax.lax.all_gather` of the leaf needs `tiled=True`.
 - Host callbacks receive the words, which `from_words` recognizes.
 
-The scales and biases of a QuantizedTable are such a leaf too, see `seal_pairs`.
+The scales and biases of a QuantizedTable are such a leaf too, `[V, 1]`: a pair is one
+element, and one or two words. So float16 pairs take no more memory than before. The
+last axis is there so that a sharding of a matrix fits.
 """
 
 import contextlib
+import dataclasses
 import functools
 from typing import Any
 
@@ -39,54 +42,123 @@ from jax.sharding import NamedSharding, PartitionSpec
 from sparsejax import _compat
 
 
-def seal(ids: Any, row_ndim: int) -> Any:
-    """Returns integer ids as a leaf; placeholders and leaves pass through.
+@dataclasses.dataclass(frozen=True)
+class Opaque:
+    """A dtype that JAX moves but does not compute with.
 
     Args:
-      ids: `[*batch, n]`.
-      row_ndim: int, the number of axes of a row; as many axes are appended.
+      plain: the dtype in whose place it stands.
+      dtype: of the leaf.
+      wrap: the function that makes a leaf of its words, uint32 `[..., words]`.
+      words: per element.
     """
-    if getattr(ids, "dtype", None) not in _OPAQUE:
-        return ids
-    if isinstance(ids, np.ndarray):
-        ids = jnp.asarray(ids)  # 64 bits become 32 unless x64 is enabled
-    dtype, wrap = _OPAQUE[ids.dtype]
-    if isinstance(ids, jax.Array):
-        with _computing(ids, ids.dtype):
-            return _wrapped(ids, row_ndim, wrap)
-    if isinstance(ids, jax.ShapeDtypeStruct):
-        shape = (*ids.shape, *(1,) * row_ndim)
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=ids.sharding)
-    return ids
+
+    plain: np.dtype
+    dtype: Any
+    wrap: Any
+    words: int
 
 
-def unseal(leaf: Any, row_ndim: int) -> Any:
-    """Returns the plain ids of a leaf; anything else passes through.
+def _define(name: str, plain: np.dtype, words: int, number: int, fix: str) -> Opaque:
+    # JAX's errors show the label, so it names the ways out.
+    label = f"{name}[{plain}] of a {fix}"
+    made = _compat.define_opaque(f"sparsejax.{name}[{plain}]", label, words, number)
+    return Opaque(plain, *made, words)
+
+
+# Defined at import, since a checkpoint or an exported program may be loaded before
+# there is any SelectedRows.
+_IDS = [
+    _define(
+        "row_ids",
+        plain,
+        max(1, plain.itemsize // 4),
+        number,
+        "SelectedRows; use g1 + g2, g.map(f), sparsejax.parallel.psum, "
+        "sparsejax.optim.global_norm, sparsejax.optim.lazy(optax.chain(...))",
+    )
+    for number, plain in enumerate(map(np.dtype, "bhilBHIL"), start=100)
+]
+_PAIRS = [
+    _define(
+        "scale_bias",
+        plain,
+        plain.itemsize // 2,
+        number,
+        "QuantizedTable; use table.average(other), table.dequantize(), "
+        "table.requantize(array)",
+    )
+    for number, plain in enumerate(map(np.dtype, "fe"), start=110)
+]
+# By the plain dtype and by the dtype of the leaf: ids, and pairs.
+_KINDS = [
+    {kind.plain: kind for kind in kinds} | {kind.dtype: kind for kind in kinds}
+    for kinds in (_IDS, _PAIRS)
+]
+
+
+def _kind_of(x: Any, row_ndim: int | None) -> Any:
+    return _KINDS[row_ndim is None].get(getattr(x, "dtype", None))
+
+
+def seal(x: Any, row_ndim: int | None = None) -> Any:
+    """Returns ids or pairs as a leaf; placeholders and leaves pass through.
 
     Args:
-      leaf: `[*batch, n, 1, ...]`.
-      row_ndim: int, the number of axes of length 1 at the end.
+      x: integer ids `[*batch, n]`, or pairs of floats `[..., 2]`.
+      row_ndim: int for ids, the number of axes of a row; as many axes are appended.
     """
-    ints = _INTEGERS.get(getattr(leaf, "dtype", None))
-    if ints is None:
+    kind = _kind_of(x, row_ndim)
+    if kind is None or x.dtype == kind.dtype:
+        return x
+    if isinstance(x, np.ndarray):
+        x = jnp.asarray(x)  # 64 bits become 32 unless x64 is enabled
+        kind = _kind_of(x, row_ndim)
+    if isinstance(x, jax.Array):
+        with _computing(x, kind.plain):
+            return _sealed(x, row_ndim, kind.wrap)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        shape = (*x.shape[:-1], 1) if row_ndim is None else (*x.shape, *(1,) * row_ndim)
+        return jax.ShapeDtypeStruct(shape, kind.dtype, sharding=x.sharding)
+    return x
+
+
+def unseal(leaf: Any, row_ndim: int | None = None) -> Any:
+    """Returns the plain ids or pairs of a leaf; anything else passes through.
+
+    Args:
+      leaf: `[*batch, n, 1, ...]`, or `[..., 1]` for pairs.
+      row_ndim: int for ids, the number of axes of length 1 at the end.
+    """
+    kind = _kind_of(leaf, row_ndim)
+    if kind is None or leaf.dtype != kind.dtype:
         return leaf
     if isinstance(leaf, jax.Array):
-        with _computing(leaf, ints):
-            return _from_words(jax.random.key_data(leaf), ints, row_ndim)
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        shape = leaf.shape[: len(leaf.shape) - row_ndim]
-        sharding = leaf.sharding
-        if isinstance(sharding, NamedSharding):  # its spec may name the axes that go
-            spec = PartitionSpec(*sharding.spec[: len(shape)])
-            kind = sharding.memory_kind
-            sharding = NamedSharding(sharding.mesh, spec, memory_kind=kind)
-        return jax.ShapeDtypeStruct(shape, ints, sharding=sharding)
-    return leaf
+        with _computing(leaf, kind.plain):
+            return _unsealed(jax.random.key_data(leaf), row_ndim, kind.plain)
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if row_ndim is None:
+        shape = (*leaf.shape[:-1], 2)
+        return jax.ShapeDtypeStruct(shape, kind.plain, sharding=leaf.sharding)
+    shape, sharding = leaf.shape[: len(leaf.shape) - row_ndim], leaf.sharding
+    if isinstance(sharding, NamedSharding):  # its spec may name the axes that go
+        spec = PartitionSpec(*sharding.spec[: len(shape)])
+        kept = dict(memory_kind=sharding.memory_kind)
+        sharding = NamedSharding(sharding.mesh, spec, **kept)
+    return jax.ShapeDtypeStruct(shape, kind.plain, sharding=sharding)
 
 
-def is_sealed(x: Any) -> bool:
-    """Returns True if `x` is a leaf that `seal` made."""
-    return getattr(x, "dtype", None) in _INTEGERS
+def is_sealed(x: Any, *, pairs: bool = False) -> bool:
+    """Returns True if `x` is a leaf of ids, or of pairs."""
+    kind = _kind_of(x, None if pairs else 0)
+    return kind is not None and x.dtype == kind.dtype
+
+
+def dtype_of_pairs(leaf: Any) -> Any:
+    """Returns the dtype of the floats of a leaf of pairs, or its own dtype."""
+    kind = _kind_of(leaf, None)
+    return leaf.dtype if kind is None else kind.plain
 
 
 def from_words(leaf: Any, values: Any, row_ndim: int) -> Any:
@@ -115,6 +187,33 @@ def from_words(leaf: Any, values: Any, row_ndim: int) -> Any:
     return ids - np.ones((), ints)
 
 
+def pairs_from_words(leaf: Any) -> Any:
+    """Returns the floats if `leaf` holds the words of a leaf, see `from_words`."""
+    is_words = isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype == np.uint32
+    if not is_words or isinstance(leaf, Tracer):
+        return leaf
+    floats = _pairs_of(leaf).plain
+    return np.ascontiguousarray(np.asarray(leaf)).view(floats)[..., 0, :]
+
+
+def words_of_leaf(leaf: Any) -> jax.Array:
+    """Returns the words of a leaf of pairs, uint32 `[..., 1 or 2]`.
+
+    Code that reads or writes some rows works on the words: a compiled program then has
+    no other array of the height of the table.
+    """
+    return lax.squeeze(jax.random.key_data(leaf), [leaf.ndim - 1])
+
+
+def seal_words(words: jax.Array) -> Any:
+    """The inverse of `words_of_leaf`."""
+    return _pairs_of(words).wrap(lax.expand_dims(words, [words.ndim - 1]))
+
+
+def _pairs_of(words: Any) -> Opaque:
+    return next(kind for kind in _PAIRS if kind.words == words.shape[-1])
+
+
 @contextlib.contextmanager
 def _computing(ids: Any, ints: np.dtype):
     """The context in which ids become words, and words become ids.
@@ -130,136 +229,39 @@ def _computing(ids: Any, ints: np.dtype):
         yield
 
 
-# All of it cancels where words are made and read in one program.
+# XLA cancels a packing and an unpacking that meet. Outside of `jit`, `wrap` would keep
+# the sharding of the words, whose rank is more.
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
-def _wrapped(ids: jax.Array, row_ndim: int, wrap: Any) -> jax.Array:
-    if ids.dtype.itemsize < 4:
-        ids = ids.astype(_widened(ids.dtype))
-    words = lax.bitcast_convert_type(~(ids + np.ones((), ids.dtype)), np.uint32)
-    axes = row_ndim + (words.ndim == ids.ndim)  # 64 bits are two words already
-    # Outside of `jit`, `wrap` would keep the sharding of the words, whose rank is more.
-    return wrap(lax.expand_dims(words, range(ids.ndim, ids.ndim + axes)))
+def _sealed(x: jax.Array, row_ndim: int | None, wrap: Any) -> jax.Array:
+    if row_ndim is None:
+        return seal_words(words_of_pairs(x))
+    if x.dtype.itemsize < 4:
+        x = x.astype(_widened(x.dtype))
+    words = lax.bitcast_convert_type(~(x + np.ones((), x.dtype)), np.uint32)
+    axes = row_ndim + (words.ndim == x.ndim)  # 64 bits are two words already
+    return wrap(lax.expand_dims(words, range(x.ndim, x.ndim + axes)))
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(1, 2))
-def _from_words(words: jax.Array, ints: np.dtype, row_ndim: int) -> jax.Array:
-    wide = ints if ints.itemsize == 8 else _widened(ints)
-    if ints.itemsize < 8:
+def _unsealed(words: jax.Array, row_ndim: int | None, plain: np.dtype) -> jax.Array:
+    if row_ndim is None:
+        return pairs_of_words(lax.squeeze(words, [words.ndim - 2]))
+    wide = plain if plain.itemsize == 8 else _widened(plain)
+    if plain.itemsize < 8:
         row_ndim += 1
     ids = lax.bitcast_convert_type(words, wide)
     ids = lax.squeeze(ids, range(ids.ndim - row_ndim, ids.ndim))
     ids = ~ids - np.ones((), wide)
-    if ints.kind == "u" and ints != wide:  # an empty slot must not wrap to a row
-        ids = lax.min(ids, np.array(np.iinfo(ints).max, wide))
-    return ids.astype(ints)
+    if plain.kind == "u" and plain != wide:  # an empty slot must not wrap to a row
+        ids = lax.min(ids, np.array(np.iinfo(plain).max, wide))
+    return ids.astype(plain)
 
 
 def _widened(ints: np.dtype) -> np.dtype:
     """The 32-bit dtype that holds ids of `ints`, with the same sign."""
     return np.dtype(np.uint32 if ints.kind == "u" else np.int32)
-
-
-def _label(ints: np.dtype) -> str:
-    """Returns the name of the dtype. JAX's errors show it, so it names the ways out."""
-    return (
-        f"row_ids[{ints}] of a SelectedRows; use g1 + g2, g.map(f), "
-        "sparsejax.parallel.psum, sparsejax.optim.global_norm, "
-        "sparsejax.optim.lazy(optax.chain(...))"
-    )
-
-
-# By dtype of integers: the dtype of the leaf, and the function that makes it from
-# words. Defined at import, since a checkpoint or an exported program may be loaded
-# before there is any SelectedRows.
-_OPAQUE = {
-    ints: _compat.define_opaque(
-        f"sparsejax.row_ids[{ints}]",
-        _label(ints),
-        words=max(1, ints.itemsize // 4),
-        number=number,
-    )
-    for number, ints in enumerate(map(np.dtype, "bhilBHIL"), start=100)
-}
-_INTEGERS = {dtype: ints for ints, (dtype, _) in _OPAQUE.items()}
-
-
-# ------------------------------------------------------------------ pairs
-
-# The scale and bias of a row are one element of the leaf `[V, 1]`, and one or two
-# words: float16 pairs take no more memory than before. The last axis is there so that
-# a sharding of a matrix fits.
-
-
-def seal_pairs(pairs: Any) -> Any:
-    """Returns pairs of floats `[..., 2]` as a leaf `[..., 1]`; others pass through."""
-    floats: Any = getattr(pairs, "dtype", None)
-    if floats not in _OPAQUE_PAIRS:
-        return pairs
-    if isinstance(pairs, np.ndarray):
-        pairs = jnp.asarray(pairs)
-    if isinstance(pairs, jax.Array):
-        with _computing(pairs, floats):
-            return _sealed_pairs(pairs)
-    if isinstance(pairs, jax.ShapeDtypeStruct):
-        shape, (dtype, _) = (*pairs.shape[:-1], 1), _OPAQUE_PAIRS[floats]
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=pairs.sharding)
-    return pairs
-
-
-def unseal_pairs(leaf: Any) -> Any:
-    """Returns the floats of a leaf of `seal_pairs`; anything else passes through."""
-    floats = _FLOATS.get(getattr(leaf, "dtype", None))
-    if floats is None:
-        return leaf
-    if isinstance(leaf, jax.Array):
-        with _computing(leaf, floats):
-            return pairs_of_words(words_of_leaf(leaf))
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        shape = (*leaf.shape[:-1], 2)
-        return jax.ShapeDtypeStruct(shape, floats, sharding=leaf.sharding)
-    return leaf
-
-
-def pairs_from_words(leaf: Any) -> Any:
-    """Returns the floats if `leaf` holds the words of a leaf, see `from_words`."""
-    is_words = isinstance(leaf, (np.ndarray, jax.Array)) and leaf.dtype == np.uint32
-    if not is_words or isinstance(leaf, Tracer):
-        return leaf
-    floats = _FLOATS_OF_WORDS[leaf.shape[-1]]
-    return np.ascontiguousarray(np.asarray(leaf)).view(floats)[..., 0, :]
-
-
-def is_sealed_pairs(x: Any) -> bool:
-    """Returns True if `x` is a leaf that `seal_pairs` made."""
-    return getattr(x, "dtype", None) in _FLOATS
-
-
-def dtype_of_pairs(leaf: Any) -> Any:
-    """Returns the dtype of the floats of a leaf of `seal_pairs`, or its own dtype."""
-    return _FLOATS.get(leaf.dtype, leaf.dtype)
-
-
-def words_of_leaf(leaf: Any) -> jax.Array:
-    """Returns the words of a leaf of `seal_pairs`, uint32 `[..., 1 or 2]`.
-
-    Code that reads or writes some rows works on the words: a compiled program then has
-    no other array of the height of the table.
-    """
-    return lax.squeeze(jax.random.key_data(leaf), [leaf.ndim - 1])
-
-
-def seal_words(words: jax.Array) -> Any:
-    """The inverse of `words_of_leaf`."""
-    _, wrap = _OPAQUE_PAIRS[_FLOATS_OF_WORDS[words.shape[-1]]]
-    return wrap(lax.expand_dims(words, [words.ndim - 1]))
-
-
-@functools.partial(jax.jit, inline=True)
-def _sealed_pairs(pairs: jax.Array) -> jax.Array:
-    # Outside of `jit`, JAX would keep the sharding of the words, whose rank is more.
-    return seal_words(words_of_pairs(pairs))
 
 
 @functools.partial(jax.jit, inline=True)
@@ -280,17 +282,3 @@ def pairs_of_words(words: jax.Array) -> jax.Array:
         words = lax.shift_right_logical(*jnp.broadcast_arrays(words, shifts))
         return lax.bitcast_convert_type(words.astype(np.uint16), np.float16)
     return lax.bitcast_convert_type(words, np.float32)
-
-
-_OPAQUE_PAIRS = {
-    floats: _compat.define_opaque(
-        f"sparsejax.scale_bias[{floats}]",
-        f"scale_bias[{floats}] of a QuantizedTable; use table.average(other), "
-        "table.dequantize(), table.requantize(array)",
-        words=floats.itemsize // 2,
-        number=number,
-    )
-    for number, floats in enumerate(map(np.dtype, "fe"), start=110)
-}
-_FLOATS = {dtype: floats for floats, (dtype, _) in _OPAQUE_PAIRS.items()}
-_FLOATS_OF_WORDS = {floats.itemsize // 2: floats for floats in _OPAQUE_PAIRS}

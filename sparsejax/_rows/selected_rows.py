@@ -45,12 +45,6 @@ from sparsejax._arguments import ArrayLike, Spec
 from sparsejax._rows import indexing, merge, row_ids
 
 
-_NO_DIVISION_BY_ROWS = (
-    "SelectedRows cannot be a divisor: rows that are not stored are zero, so the "
-    "result would be infinite there. Use .map(lambda v: x / v) to divide by the stored "
-    "rows only, or .to_dense()."
-)
-
 _WAYS_OUT = (
     "jax.tree.map calls its function with the row ids, [n, 1, ...], and with the "
     "values, [n, ...]. Use SelectedRows.map to change the values, .to_dense() for an "
@@ -535,11 +529,8 @@ class SelectedRows(metaclass=_InErrors):
                 f"f must keep the number of slots (the first axis), {self.capacity}, "
                 f"but returned shape {values.shape}."
             )
-        new = object.__new__(SelectedRows)
-        kept = {k: x for k, x in vars(self).items() if k in _ALL_BUT_VALUES}
         row_ndim = self._row_ndim + len(values.shape) - len(self.values.shape)
-        vars(new).update(kept, values=values, _row_ndim=row_ndim)
-        return new
+        return _replaced(self, values=values, _row_ndim=row_ndim)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> SelectedRows:
         """The same rows with values cast to `dtype`."""
@@ -581,7 +572,7 @@ class SelectedRows(metaclass=_InErrors):
         if not _is_arraylike(other):
             return NotImplemented
         if np.ndim(other):
-            if row_ids.is_sealed_pairs(other) and _arguments.is_concrete(other):
+            if row_ids.is_sealed(other, pairs=True) and _arguments.is_concrete(other):
                 raise TypeError(
                     "SelectedRows + scale_bias of a QuantizedTable: outside of jit "
                     "JAX does not convert the sum as optax.apply_updates wants it. "
@@ -635,39 +626,14 @@ class SelectedRows(metaclass=_InErrors):
 
     def __truediv__(self, other: Any) -> SelectedRows:
         if is_selected_rows(other):
-            raise TypeError(_NO_DIVISION_BY_ROWS)
+            raise TypeError(
+                "SelectedRows cannot be a divisor: rows that are not stored are zero. "
+                "Use .map(lambda v: x / v) to divide by the stored rows only, or "
+                ".to_dense()."
+            )
         if not _is_arraylike(other):
             return NotImplemented
         return self.map(lambda v: _scale(operator.truediv, "/", v, other))
-
-    def __matmul__(self, other: Any) -> NoReturn:
-        raise TypeError(
-            "SelectedRows @ array: use .map(lambda v: v @ w) for the product of the "
-            "stored rows, or .to_dense()."
-        )
-
-    def __rmatmul__(self, other: Any) -> NoReturn:
-        raise TypeError(
-            "array @ SelectedRows: the product sums over all rows of the dense array. "
-            "Use .to_dense()."
-        )
-
-    def __pow__(self, other: Any) -> NoReturn:
-        raise TypeError(
-            f"SelectedRows ** {_arguments.show(other)}: a power is not linear in "
-            "duplicates. Use .coalesce().map(lambda v: v ** 2) for merged rows, "
-            ".values for what is stored, or sparsejax.optim.global_norm for the norm."
-        )
-
-    def __abs__(self) -> NoReturn:
-        raise TypeError(
-            "abs(SelectedRows): absolute values are not linear in duplicates. Use "
-            ".coalesce().map(abs) for merged rows, .values for what is stored, or "
-            "sparsejax.optim.global_norm for the norm."
-        )
-
-    def __rtruediv__(self, other: Any) -> NoReturn:
-        raise TypeError(_NO_DIVISION_BY_ROWS)
 
     # -- slots -------------------------------------------------------------------
 
@@ -697,9 +663,7 @@ def with_known_sum(rows: Rows, array: Any, total: Any) -> Rows:
     The note belongs to this object and these values only. Results of operations or of
     `jax.jit` do not have it.
     """
-    out = object.__new__(type(rows))
-    vars(out).update(vars(rows), _known_sum=(array, rows.values, total))
-    return out
+    return _replaced(rows, _known_sum=(array, rows.values, total))
 
 
 def known_sum(rows: SelectedRows, array: Any) -> Any:
@@ -765,9 +729,7 @@ def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
 
 def with_leaves(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
     """`with_slots` without checks, for tracers of the same shapes."""
-    out = object.__new__(SelectedRows)
-    vars(out).update(vars(like), _ids=rows, values=values)
-    return out
+    return _replaced(like, _ids=rows, values=values)
 
 
 def flat_rows(like: SelectedRows, array: Any) -> Any:
@@ -803,7 +765,11 @@ def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> Selecte
 # ------------------------------------------------------------------ private
 
 
-_ALL_BUT_VALUES = frozenset(["_ids", "height", "stack"])
+def _replaced(rows: Rows, **fields: Any) -> Rows:
+    """Returns `rows` with other fields, without checks."""
+    out = object.__new__(type(rows))
+    vars(out).update(vars(rows), **fields)
+    return out
 
 
 def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
@@ -874,7 +840,7 @@ def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
 
 def _add_to_array(array: Any, rows: Any) -> jax.Array:
     """Scatter-adds in the array's dtype, as `array.at[...].add` does."""
-    if row_ids.is_sealed_pairs(array):
+    if row_ids.is_sealed(array, pairs=True):
         words = row_ids.words_of_leaf(array)  # see `optim.rounding`
         return row_ids.seal_words(_add_to_array(words, rows))
     array = jnp.asarray(array)

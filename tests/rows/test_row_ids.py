@@ -544,13 +544,12 @@ def test_the_likeliest_mistakes_name_their_cause():
     for tx in (adam, momentum, optax.sgd(0.1)):
         with pytest.raises((TypeError, ValueError), match=names):
             tx.update({"t": G}, tx.init(PARAMS), PARAMS)
-    for f in (jnp.mean, jnp.sum, jnp.abs, jnp.square, jnp.linalg.norm):
+    for f in (abs, jnp.mean, jnp.sum, jnp.square, jnp.linalg.norm, lambda g: g**2):
         with pytest.raises(TypeError, match="SelectedRows"):
             f(G)
     whole = r"(?=.*\.values)(?=.*\.map)(?=.*sparsejax\.optim\.global_norm)"
-    for f in (abs, np.asarray, lambda g: g**2):
-        with pytest.raises(TypeError, match=whole):
-            f(G)
+    with pytest.raises(TypeError, match=whole):
+        np.asarray(G)
 
 
 # ------------------------------------------------------------------ moves

@@ -374,9 +374,9 @@ def test_overflow_of_integers_cannot_be_told_inside_jit():
 def test_capacity_must_be_a_static_int(capacity):
     a = sj.SelectedRows(jnp.array([1]), ones(1), V)
     error = ValueError if capacity == -1 else TypeError
-    with pytest.raises(error, match="coalesce: capacity must be a static"):
+    with pytest.raises(error, match="capacity must be a static"):
         a.coalesce(capacity=capacity)
-    with pytest.raises(error, match="from_dense: capacity must be a static"):
+    with pytest.raises(error, match="capacity must be a static"):
         sj.SelectedRows.from_dense(ones(3), capacity=capacity)
 
 
@@ -540,8 +540,10 @@ def test_arithmetic_errors():
         _ = a / array
     with raises(ValueError, "shapes must be equal"):
         _ = a * other
-    for numerator in (1, array, a):
-        with raises(TypeError, r"infinite there.*\.map"):
+    with raises(TypeError, r"cannot be a divisor.*\.map"):
+        _ = a / a
+    for numerator in (1, array):
+        with raises(TypeError, "unsupported operand"):
             _ = numerator / a
     for op in (operator.mul, operator.truediv):
         with raises(TypeError, "unsupported operand|can't multiply"):
@@ -550,7 +552,7 @@ def test_arithmetic_errors():
         sj.concatenate([])
     with raises(TypeError, "got a float32.*from_dense"):
         sj.concatenate([a, array])  # pyright: ignore[reportArgumentType]
-    with raises(ValueError, r"concatenate: the dense shapes .* \(7, 3\) and \(8, 3\)"):
+    with raises(ValueError, r"the dense shapes .* \(7, 3\) and \(8, 3\)"):
         sj.concatenate([a, other])
 
 
@@ -615,10 +617,9 @@ def test_nothing_densifies_silently():
         with pytest.raises(TypeError):
             f(a)
     for w in (np.ones((3, V)), jnp.ones((3, V))):
-        with pytest.raises(TypeError, match=r"map\(lambda v: v @ w\).*to_dense\(\)"):
-            a @ w
-        with pytest.raises(TypeError, match=r"array @ SelectedRows.*to_dense\(\)"):
-            w @ a
+        for product in (lambda w=w: a @ w, lambda w=w: w @ a, lambda: a**2):
+            with pytest.raises(TypeError, match="SelectedRows"):
+                product()
 
 
 _INDICES = [
@@ -658,13 +659,11 @@ def test_index_refuses():
     q: Any = sj.quantize(a.to_dense())
     for key in (slice(1, 3), (1, 2), None, ..., True, np.array([True]), 1.5, "tea"):
         for table in (a, q):
-            with pytest.raises(
-                TypeError, match=rf"^{type(table).__name__}\[ids\]: ids"
-            ):
+            with pytest.raises(TypeError, match="must be"):
                 table[key]
     for w in (np.ones((3, V)), jnp.ones((3, V))):
         for f in (operator.matmul, lambda q, w: w @ q):
-            with pytest.raises(TypeError, match=r"lookup\(table, ids\) @ w"):
+            with pytest.raises(TypeError, match="QuantizedTable"):
                 f(q, w)
     with pytest.raises(TypeError, match="not iterable"):
         list(q)
