@@ -126,12 +126,12 @@ def displacement_coefficients(
       t as two floats, and the next term. With a second moment: sigma. Then for each
       first moment the coefficients of F (y + sigma), a polynomial in 2 u - 1.
     """
-    powers = _powers_of_ratios(recurrence, dtype_of(step))
+    powers = _powers_of_ratios(recurrence, step.dtype)
     nodes = roots = _chebyshev_nodes(recurrence)
     sigma = None
     if recurrence.second_moment is not None:
-        moved = zero_gradient_steps(step, recurrence, shared, np.array([0.0, LARGE]))
-        at_zero, at_large = _split(recurrence, moved)[0][:, 0].T
+        _, factors = next_steps(step, recurrence, shared, np.array([0.0, LARGE]))
+        at_zero, at_large = factors[..., 0].T
         far = powers[0] @ at_large * np.asarray(LARGE, at_large.dtype)
         near = powers[0] @ at_zero
         # At a learning rate of zero nothing moves, and any sigma is right.
@@ -140,9 +140,8 @@ def displacement_coefficients(
             still, jnp.ones_like(near), near
         )
         roots = sigma * np.asarray(nodes / (1 - nodes), sigma.dtype)
-    moved = zero_gradient_steps(step, recurrence, shared, roots)
-    by_moment, decay = _split(recurrence, moved)
-    parts: list[Any] = [jnp.zeros(0, by_moment.dtype)]
+    decay, factors = next_steps(step, recurrence, shared, roots)
+    parts: list[Any] = [jnp.zeros(0, step.dtype)]
     if recurrence.decays:
         log_decay = jnp.log1p(-decay)
         parts.append(_add_log(log_decay[0], previous))
@@ -151,7 +150,7 @@ def displacement_coefficients(
     if sigma is not None:
         parts.append(sigma.reshape(1))
     for k, power in enumerate(powers):
-        values = power @ by_moment[:, k]
+        values = power @ factors[..., k]
         if sigma is not None:
             values *= sigma / np.asarray(1 - nodes, values.dtype)
             values = _to_powers(values)
@@ -159,52 +158,24 @@ def displacement_coefficients(
     return jnp.concatenate(parts)
 
 
-def dtype_of(step: ZeroGradientStep) -> Any:
-    """The dtype that closed forms of a table are computed in."""
-    return indexing.accumulator_dtype(step.dtypes[0])
-
-
-def zero_gradient_steps(
+def next_steps(
     step: ZeroGradientStep, recurrence: Recurrence, shared: Sequence[Any], roots: Any
-) -> jax.Array:
-    """The next K steps on probes: the amount that each subtracts from the weight.
-
-    The probes are unit impulses. One for each first moment and each root has that
-    moment at 1 and the others at 0. In all K steps their moments are those of now; only
-    the second moment decays. The last probe has a weight of 1 and no moments.
+) -> tuple[jax.Array, jax.Array]:
+    """The decays d `[K]` of the next K steps, and c `[K, n, first moments]`.
 
     Args:
       step, recurrence, shared: as for `displacement_coefficients`.
       roots: `[n]`, square roots of the second moment now.
-
-    Returns:
-      `[K, len(first_moments) * n + 1]`.
     """
-    weights, moments = _impulses(recurrence, roots, dtype_of(step))
-    move = lambda ahead, weight, moments: step(shared, ahead, weight, moments)[0]
-    each = jax.vmap(jax.vmap(move, (None, 0, 0)))
     ahead = np.arange(recurrence.horizon, dtype=np.int32)
-    return -each(ahead, weights, moments).astype(weights.dtype)
-
-
-def _impulses(recurrence: Recurrence, roots: Any, dtype: Any) -> tuple[Any, list[Any]]:
-    """Weights and moments of the probes, each `[K, len(first_moments) * n + 1]`."""
-    length, count = recurrence.horizon, len(recurrence.first_moments)
-    places = count * len(roots) + 1
-    moments = []
-    for k, ratio in enumerate(recurrence.ratios):
-        every = jnp.ones(places, dtype)
-        fall = np.ones(length)
-        if k in recurrence.first_moments:
-            which = np.repeat(np.array(recurrence.first_moments, int), len(roots))
-            every = jnp.asarray(np.append(which == k, False), dtype)
-        elif k == recurrence.second_moment:
-            one = jnp.ones(1, dtype)
-            every = jnp.concatenate([*[jnp.asarray(roots, dtype)] * count, one])
-            every, fall = jnp.square(every), ratio ** np.arange(length)
-        moments.append(every.reshape(1, -1) * jnp.asarray(fall.reshape(-1, 1), dtype))
-    weights = jnp.zeros((length, places), dtype).at[:, -1].set(1)
-    return weights, moments
+    second = jnp.square(jnp.asarray(roots, step.dtype))
+    if recurrence.second_moment is not None:
+        fall = recurrence.ratios[recurrence.second_moment] ** ahead.reshape(-1, 1)
+        second *= np.asarray(fall, step.dtype)
+    second = jnp.broadcast_to(second, (len(ahead), len(roots)))
+    one = lambda ahead, second: step(shared, ahead, second)[:2]
+    decay, factors = jax.vmap(jax.vmap(one, (None, 0)))(ahead, second)
+    return decay[:, 0], factors
 
 
 def _powers_of_ratios(recurrence: Recurrence, dtype: Any) -> list[Any]:
@@ -212,13 +183,6 @@ def _powers_of_ratios(recurrence: Recurrence, dtype: Any) -> list[Any]:
     j = np.arange(recurrence.horizon, dtype=np.float64)
     ratios = [recurrence.ratios[k] for k in recurrence.first_moments]
     return [np.asarray(ratio**j, dtype) for ratio in ratios]
-
-
-def _split(recurrence: Recurrence, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`[K, first moments, roots]` of the impulses, and the decay d_t `[K]`."""
-    count = len(recurrence.first_moments)
-    roots = (steps.shape[1] - 1) // max(count, 1)
-    return steps[:, :-1].reshape(steps.shape[0], count, roots), steps[:, -1]
 
 
 def _add_log(next_term: jax.Array, previous: jax.Array | None) -> jax.Array:

@@ -189,7 +189,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         # Of the other tables, the rows of the gradient.
         owners = [owner if owner in sparse else None for owner in plan.owners]
         rows = gather_scatter.gather(
-            plan.tx.init, treedef, grads, weights, state.inner, owners, sparse
+            tx.init, treedef, grads, weights, state.inner, owners, sparse
         )
         rows, caught_up = _caught_up(tables, sparse, rows, treedef, step)
         corrections |= {
@@ -197,9 +197,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             for i, current in caught_up.items()
             if current.correction is not None
         }
-        updates, new = optax.with_extra_args_support(plan.tx).update(
-            *rows, **extra_args
-        )
+        updates, new = optax.with_extra_args_support(tx).update(*rows, **extra_args)
         updates = treedef.flatten_up_to(updates)
         for i, correction in corrections.items():
             updates[i] = _add(updates[i], correction)
@@ -216,8 +214,14 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                 tables[i] = _catch_up.record_update_of_all(table, now, step + 1)
             else:
                 tables[i] = table._replace(now=now)
-        stale = sum((x.num_stale for x in caught_up.values()), state.stale)
-        state = _state(new, step + 1, stale, tables, _not_caught_up())
+        state = ExactState(
+            new,
+            step + 1,
+            sum((x.num_stale for x in caught_up.values()), state.stale),
+            tuple(table.records for table in tables.values()),
+            tuple(table.now for table in tables.values()),
+            _not_caught_up(),
+        )
         return treedef.unflatten(updates), state
 
     def flush(params, state):
@@ -352,17 +356,11 @@ def _with_tables(
         leaves[i] = table.weights
         for k, m in zip(table.recurrence.leaves, table.moments):
             inner[k] = m
-    inner = inner_treedef.unflatten(inner)
-    state = _state(inner, state.step, state.stale, tables, state.caught_up)
-    return treedef.unflatten(leaves), state
-
-
-def _state(
-    inner: Any, step: Any, stale: Any, tables: dict[int, Table], caught_up: Any
-) -> ExactState:
     records = tuple(table.records for table in tables.values())
     now = tuple(table.now for table in tables.values())
-    return ExactState(inner, step, stale, records, now, caught_up)
+    inner = inner_treedef.unflatten(inner)
+    state = state._replace(inner=inner, last_updates=records, now=now)
+    return treedef.unflatten(leaves), state
 
 
 def _not_caught_up() -> jax.Array:

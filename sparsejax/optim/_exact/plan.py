@@ -5,8 +5,8 @@ weights, and which moment their factors depend on. The numbers in it (ratios, de
 factors as a function of the second moment) come from running that step.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,8 @@ from sparsejax.optim._exact import closed_form
 from sparsejax.optim._exact.closed_form import LARGE, Recurrence
 from sparsejax.optim._exact.zero_gradient import (
     COUNTS,
-    NotExactError,
+    Program,
     ZeroGradientStep,
-    read_steps,
 )
 from sparsejax.optim._lazy import separability
 from sparsejax.optim._lazy.row_program import NotByRows
@@ -33,6 +32,7 @@ NODES = (2, 4, 6, 8, 10, 12, 16, 20)  # numbers of nodes that are tried
 MAX_HORIZON = 4096
 FACTORS_AT = np.array([1, 2, 4, 16, 256, 10**5], np.int32)  # step counts
 ROOTS = np.array([0, LARGE, *10.0 ** np.arange(-12, 4.5, 0.5)])
+SQUARES = np.array([1, 1e-6, 1e4])  # second moments
 TOLERANCE = 5e-5  # rounding of one factor in float32
 TOLERANCE_16_BITS = 0.3
 
@@ -46,7 +46,6 @@ class Plan(NamedTuple):
       refused: by leaf, why it is not a table, if `tx` is the reason.
       owners: for each leaf of the state of `tx`, the table that it follows, or None.
       state: the state of `tx` as ShapeDtypeStructs.
-      tx: the transformation.
     """
 
     recurrences: dict[int, Recurrence]
@@ -54,7 +53,6 @@ class Plan(NamedTuple):
     refused: dict[int, str]
     owners: tuple[int | None, ...]
     state: Any
-    tx: Any
 
     def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
         """F of every table after `state`; `now` is F of the step before, or None."""
@@ -70,7 +68,7 @@ class Plan(NamedTuple):
                         None if now is None else now[k],
                     )
                     if recurrence.num_coefficients
-                    else jnp.zeros(0, closed_form.dtype_of(step))
+                    else jnp.zeros(0, step.dtype)
                 )
         return [by_step[self.steps[i].key] for i in self.recurrences]
 
@@ -105,7 +103,7 @@ def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]
       tables: as for `exact`.
     """
     # Depends on shapes and dtypes only.
-    make = trees.remember(lambda *tree: _make_plan(tx, *tree))
+    make = trees.remember(functools.partial(_make_plan, tx))
 
     def plan_of(params):
         leaves, treedef = trees.flatten(params)
@@ -167,42 +165,30 @@ def _has_rows(spec: Any) -> bool:
 def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
     verdict = separability.of_leaves(tx, treedef, specs, tables)
     refused = {i: str(reason) for i, reason in verdict.refused.items()}
+    steps: dict[int, ZeroGradientStep] = {}
     recurrences: dict[int, Recurrence] = {}
-    by_step: dict[Any, Any] = {}
-    with _numbers():
-        steps = read_steps(tx, treedef, specs, verdict.owners, verdict.tables)
-        for i, step in steps.items():
+    by_step: dict[Any, Recurrence] = {}
+    # Numbers are computed at once, even in a trace.
+    with (
+        separability.jax_defaults(),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.transfer_guard("allow"),
+        jax.ensure_compile_time_eval(),
+        np.errstate(all="ignore"),
+    ):
+        program = None
+        for i in verdict.tables:
             leaves = tuple(k for k, owner in enumerate(verdict.owners) if owner == i)
             try:
-                if isinstance(step, NotExactError):
-                    raise step
+                program = program or Program(tx, treedef, specs, verdict.tables)
+                steps[i] = step = program.step_of(i)
                 if step.key not in by_step:
                     by_step[step.key] = find_recurrence(step)
                 recurrences[i] = by_step[step.key]._replace(leaves=leaves)
-            except NotExactError as error:
-                refused[i] = _reason(tx, error)
-    return Plan(recurrences, steps, refused, verdict.owners, verdict.state, tx)
-
-
-@contextlib.contextmanager
-def _numbers() -> Iterator[None]:
-    """JAX's defaults, in which programs run at once, even in a trace."""
-    with contextlib.ExitStack() as stack:
-        for context in (
-            separability.jax_defaults(),
-            jax.debug_nans(False),
-            jax.debug_infs(False),
-            jax.transfer_guard("allow"),
-            jax.ensure_compile_time_eval(),
-            np.errstate(all="ignore"),
-        ):
-            stack.enter_context(context)
-        yield
-
-
-def _reason(tx: Any, error: NotExactError) -> str:
-    path = [] if error.eqn is None else [error.eqn]
-    return str(separability.reason(tx, NotByRows(str(error), path)))
+            except NotByRows as fault:
+                refused[i] = str(separability.reason(tx, fault))
+    return Plan(recurrences, steps, refused, verdict.owners, verdict.state)
 
 
 # ------------------------------------------------------------------ recurrences
@@ -212,35 +198,39 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     """Finds the numbers of a recurrence by running a step without a gradient.
 
     Raises:
-      NotExactError: it has no closed form.
+      NotByRows: it has no closed form.
     """
-    count = len(step.dtypes) - 1
-
-    def respond(ahead):
-        at_rest = [k not in step.first_moments for k in range(count)]
-        decay = -step(step.fresh, ahead, 1, at_rest)[0]
-        return decay, step(step.fresh, ahead, 1, [1] * count)[1:]
-
-    decay, left = _evaluate(jax.vmap(respond), COUNTS)
+    run = lambda ahead, v: step(step.fresh, ahead, v)
+    run = jax.vmap(jax.vmap(run, (None, 0)), (0, None))
+    decay, _, left, zeros = _evaluate(run, COUNTS, SQUARES)
+    if any(np.any(x != 0) for x in zeros):
+        raise NotByRows(
+            "a step without gradient moves weights and moments that are 0", step.path
+        )
+    left = [x[:, 0] for x in left]
     ratios = tuple(float(x[0]) for x in left)
     for k, (x, ratio) in enumerate(zip(left, ratios)):
         if not 0 <= ratio <= 1 or np.any(x != x[0]):
-            raise NotExactError(
+            raise NotByRows(
                 f"a step without gradient multiplies its state {step.names[k]} by "
-                f"{min(x):.3g} to {max(x):.3g}, not by a constant factor up to 1"
+                f"{min(x):.3g} to {max(x):.3g}, not by a constant factor up to 1",
+                step.path,
             )
     if not np.all(decay < 1):
-        raise NotExactError("a step without gradient decays its weights to nothing")
+        raise NotByRows(
+            "a step without gradient decays its weights to nothing", step.path
+        )
     recurrence = Recurrence(
         (), ratios, step.first_moments, step.second_moment, step.decays
     )
     if not step.first_moments:
         return recurrence
-    steps = closed_form.horizon(_slowest(recurrence, float(np.max(decay))))
+    steps = closed_form.horizon(_slowest(step, ratios, float(np.max(decay))))
     if steps > MAX_HORIZON:
-        raise NotExactError(
+        raise NotByRows(
             f"its momentum fades too slowly: {steps} steps would have to be replayed, "
-            f"but the limit is {MAX_HORIZON}"
+            f"but the limit is {MAX_HORIZON}",
+            step.path,
         )
     recurrence = recurrence._replace(horizon=steps)
     if step.second_moment is None:
@@ -250,24 +240,26 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
         bound = max(closed_form.error_bound(*x, nodes=nodes) for x in factors)
         if bound <= (LARGEST_BOUND if nodes == NODES[-1] else BOUND):
             return recurrence._replace(nodes=nodes, bound=bound)
-    raise NotExactError(
+    raise NotByRows(
         "its dependence on the second moment changes too much from step to step: "
         f"interpolation has a relative error of {bound:.1e}, more than "
-        f"{LARGEST_BOUND:g}"
+        f"{LARGEST_BOUND:g}",
+        step.path,
     )
 
 
-def _slowest(recurrence: Recurrence, decay: float) -> float:
+def _slowest(step: ZeroGradientStep, ratios: Sequence[float], decay: float) -> float:
     """The ratio of the terms of F."""
-    slowest = max(recurrence.ratios[k] for k in recurrence.first_moments)
-    if recurrence.second_moment is not None:
-        slowest /= max(recurrence.ratios[recurrence.second_moment], 1e-30) ** 0.5
+    slowest = max(ratios[k] for k in step.first_moments)
+    if step.second_moment is not None:
+        slowest /= max(ratios[step.second_moment], 1e-30) ** 0.5
     # Weights shrink meanwhile, so a later term counts for more.
     slowest /= max(1 - decay, 1e-30)
     if slowest >= 1:
-        raise NotExactError(
+        raise NotByRows(
             "its momentum does not fade while a row gets no gradient (or not faster "
-            "than the second moment that divides it and the weights)"
+            "than the second moment that divides it and the weights)",
+            step.path,
         )
     return slowest
 
@@ -279,32 +271,33 @@ def _factors(
 
     def run(count):
         shared = [later(x, count) for later, x in zip(step.later, step.fresh)]
-        return closed_form.zero_gradient_steps(step, recurrence, shared, ROOTS)
+        return closed_form.next_steps(step, recurrence, shared, ROOTS)
 
-    moved = _evaluate(jax.vmap(run), FACTORS_AT).astype(np.float64)
-    growth = 1 / np.cumprod(1 - moved[..., -1], axis=1)
-    each = moved[..., :-1].reshape(*moved.shape[:2], -1, len(ROOTS))
+    decay, each = _evaluate(jax.vmap(run), FACTORS_AT)
+    growth = 1 / np.cumprod(1 - decay, axis=1)
     is_16_bits = any(jnp.finfo(dtype).bits < 32 for dtype in step.dtypes)
     tolerance = TOLERANCE_16_BITS if is_16_bits else TOLERANCE
     cases = []
     for n, k in enumerate(recurrence.first_moments):
         powers = recurrence.ratios[k] ** np.arange(recurrence.horizon)
-        for factors, grown in zip(each[:, :, n], powers * growth):
+        for factors, grown in zip(each[..., n], powers * growth):
             moves = factors[:, 0] != 0  # the learning rate schedule may be at zero
             factors, grown = np.abs(factors[moves]), grown[moves]
             if not factors.size:
                 continue
             near, far = factors[:, 0], factors[:, 1] * LARGE
             if not np.all(np.isfinite(near)):
-                raise NotExactError(
+                raise NotByRows(
                     "it divides by the root of a moment with nothing added: eps must "
-                    "not be 0"
+                    "not be 0",
+                    step.path,
                 )
             # g / (a y + eps) at the roots y.
             fitted = 1 / (1 / near[:, None] + ROOTS / far[:, None])
             if not np.all(np.abs(factors - fitted) <= tolerance * fitted):
-                raise NotExactError(
-                    "it does not divide by the root of a moment plus a constant"
+                raise NotByRows(
+                    "it does not divide by the root of a moment plus a constant",
+                    step.path,
                 )
             near, far = near * grown, far * grown
             cases.append((near, near / far * (far.sum() / near.sum())))

@@ -240,7 +240,7 @@ def moved(tx: Any, treedef: Any, specs: Sequence[Any]) -> dict[int, list[str]]:
     if not tables:
         return {}
     with jax_defaults():
-        update = _Update(tx, treedef, specs, tables)
+        update = Update(tx, treedef, specs, tables)
         split = row_program.split(
             *update.trace(update.one_row), update.arguments(), _raise
         )
@@ -308,7 +308,7 @@ def of_tables(
     """The verdict on tables that are lifted at once, and on nothing else."""
     with jax_defaults():
         try:
-            update = _Update(tx, treedef, specs, tables)
+            update = Update(tx, treedef, specs, tables)
         except NotByRows as fault:
             refused = dict.fromkeys(tables, reason(tx, fault))
             return Verdict((), refused, (), None)
@@ -412,7 +412,7 @@ def difference_of_rows(
     """
     with jax_defaults():
         try:
-            update = _Update(tx, treedef, specs, tables)
+            update = Update(tx, treedef, specs, tables)
             many = update.trace(update.many_rows)
         except NotByRows:
             return None
@@ -427,7 +427,7 @@ def difference_of_rows(
 # ------------------------------------------------------------------ one update
 
 
-class _Update:
+class Update:
     """`tx.update` on a tree of parameters, to be traced with other numbers of rows.
 
     Attributes:
