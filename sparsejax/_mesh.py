@@ -17,37 +17,37 @@ from sparsejax import _compat
 
 
 def partitions(spec: Any) -> tuple[Any, ...]:
-    """The partitions of a PartitionSpec, which has no `*` if axes are reduced."""
+    """Returns the partitions of a spec, which has no `*` if axes are reduced."""
     return tuple(getattr(spec, "partitions", spec))
 
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:
-    """The partitions of `x` over Explicit mesh axes; () if none shards it."""
+    """Returns the partitions of `x` over Explicit mesh axes; () if none shards it."""
     found = partitions(getattr(jax.typeof(x).sharding, "spec", ()))
     return found if any(part is not None for part in found) else ()
 
 
 def replicate(x: jax.Array) -> jax.Array:
-    """`x` on every device, if Explicit mesh axes shard it."""
+    """Puts `x` on every device, if Explicit mesh axes shard it."""
     spec = explicit_spec(x)
     return reshard(x, (None,) * len(spec), jax.typeof(x).sharding.mesh)
 
 
 def reshard(x: jax.Array, spec: tuple[Any, ...], mesh: Any) -> jax.Array:
-    """`x` sharded as `spec` over Explicit mesh axes; unchanged for an empty `spec`."""
+    """Shards `x` as `spec` over Explicit mesh axes; an empty `spec` changes nothing."""
     if not spec:
         return x
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def on_mesh(x: jax.Array, mesh: Any) -> jax.Array:
-    """`x` on every device of `mesh`, whose axes may be of another type."""
+    """Puts `x` on every device of `mesh`, whose axes may be of another type."""
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec()))
 
 
 def mesh_of(x: jax.Array) -> contextlib.AbstractContextManager:
-    """The mesh in the type of `x`, for operations on `x`."""
+    """Enters the mesh in the type of `x`, for operations on `x`."""
     if not _compat.has_mesh(x):
         return contextlib.nullcontext()
     return jax.sharding.use_abstract_mesh(jax.typeof(x).sharding.mesh)

@@ -52,14 +52,14 @@ CALLS = {
 
 
 def called(eqn: Any) -> tuple[Any, list[Any]] | None:
-    """The program that an equation calls, as `(open jaxpr, consts)`, or None."""
+    """Returns the program that an equation calls, `(open jaxpr, consts)`, or None."""
     key = CALLS.get(eqn.primitive.name)
     jaxpr = eqn.params.get(key) if key else None
     return None if jaxpr is None else _compat.open_jaxpr(jaxpr)
 
 
 def bodies(eqn: Any) -> list[Any]:
-    """The programs inside an equation, open or closed."""
+    """Returns the programs inside an equation, open or closed."""
     keys = ("jaxpr", "call_jaxpr", "fun_jaxpr", "body_jaxpr", "cond_jaxpr", "branches")
     params = (eqn.params.get(key) for key in keys)
     return [x for p in params if p for x in (p if isinstance(p, tuple) else (p,))]

@@ -144,7 +144,7 @@ def assert_equals_dense(
 
 
 def _trained(loss: Callable, params: Any) -> tuple[Callable, Any]:
-    """The loss as a function of the arrays of floats, and these: None elsewhere."""
+    """Makes the loss a function of the arrays of floats; these, None elsewhere."""
     leaves, tree = jax.tree.flatten(params)
     is_trained = [
         isinstance(x, (jax.Array, np.ndarray)) and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -167,7 +167,7 @@ def _trained(loss: Callable, params: Any) -> tuple[Callable, Any]:
 
 
 def _unread(tx: Any, params: Any, grads: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """For each leaf of parameters and of state, True at rows not read, or None.
+    """Finds the rows not read of each leaf of parameters and of state; None for all.
 
     A leaf of state follows a table if it has one row more when the table has.
     """

@@ -134,7 +134,7 @@ class Explanation:
 
 
 def _lines(leaf: LeafExplanation) -> list[tuple[str, ...]]:
-    """The lines of a leaf in the table."""
+    """Returns the lines of a leaf in the table."""
     notes = []
     for (rows, where), count in collections.Counter(leaf.reads).items():
         notes.append(f"{f'{count} x ' if count > 1 else ''}{rows} at {where}")
@@ -158,7 +158,7 @@ def _lines(leaf: LeafExplanation) -> list[tuple[str, ...]]:
 def _group(
     leaves: Sequence[LeafExplanation],
 ) -> tuple[list[LeafExplanation], list[str]]:
-    """The leaves that get a line each, and a line for each group of other leaves.
+    """Splits leaves into those with a line each, and lines of groups.
 
     A leaf that is not read by rows is not a table. Three or more with the same reason
     are a group.
@@ -330,7 +330,7 @@ _WAYS_OUT: tuple[tuple[Callable[[LeafExplanation], Any], str], ...] = (
 
 
 def _dense_tables(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
-    """Why gradients of tables are dense, and what to do about it."""
+    """Yields why gradients of tables are dense, and what to do about it."""
     for leaf in leaves:
         if not leaf.sparse and (leaf.reads or leaf.height >= 1000):
             ways = (way for fits, way in _WAYS_OUT if fits(leaf))
@@ -342,7 +342,7 @@ def _dense_tables(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
 
 
 def _jitted(fun: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The jitted function in methods and partials, with its first arguments; or None.
+    """Returns the jitted function of a method or partial, or None; its first arguments.
 
     The method `lower` of a bound method is that of the function, without `self`.
     """
@@ -412,7 +412,7 @@ def _advice(
     lowered: Any,
     text: str,
 ) -> Iterator[str]:
-    """What costs more than the rows read, and what to do; the dearest first.
+    """Yields what costs more than the rows read, and what to do; the dearest first.
 
     Args:
       leaves: the leaves that are differentiated.
@@ -473,7 +473,7 @@ def _advice(
 def _of_another_gradient(
     arguments: Sequence[Any], equations: Sequence[tuple[Any, str | None]]
 ) -> Iterator[str]:
-    """What to do in a step that does not call `value_and_grad` of sparsejax."""
+    """Yields advice for a step that does not call `value_and_grad` of sparsejax."""
     read = {
         e.invars[0].aval.shape
         for e, _ in equations
@@ -505,7 +505,7 @@ def _of_another_gradient(
 
 
 def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
-    """The dense leaf that is most of what the step moves, if there is a sparse one."""
+    """Yields the dense leaf that is most of what a step with sparse ones moves."""
     cost = lambda x: x.num_bytes * (x.rows_read / max(1, x.height) if x.sparse else 1)
     largest = max(leaves, key=cost)
     if any(x.sparse for x in leaves) and not largest.sparse:
@@ -522,7 +522,7 @@ def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
 def _equations(
     jaxpr: Any, enclosing: str | None = None
 ) -> Iterator[tuple[Any, str | None]]:
-    """The equations of a program and of those inside it, with the line around each."""
+    """Yields the equations of a program and those inside, with the line around each."""
     for eqn in jaxpr.eqns:
         bodies = _primitives.bodies(eqn)
         if not bodies:
@@ -535,7 +535,7 @@ def _equations(
 def _whole_uses(
     equations: Sequence[tuple[Any, str | None]], shape: tuple[int, ...]
 ) -> Iterator[str]:
-    """The equations that take or make an array of a table's shape, rows apart."""
+    """Yields the equations that take or make a whole array of a table's shape."""
     for eqn, enclosing in equations:
         variables = [*eqn.invars, *eqn.outvars]
         if eqn.primitive.name not in _primitives.OF_ROWS and any(

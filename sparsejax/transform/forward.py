@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def run_forward(fun: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`fun(*args, **kwargs)`, traced and walked, so that views of tables read rows.
+    """Runs `fun(*args, **kwargs)`, walked, so that views of tables read rows.
 
     Arguments that are not arrays are passed through unchanged.
     """
@@ -52,11 +52,11 @@ class IdsProgram:
     consts: list[Any]
 
     def run(self, deltas: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """The ids of each read, from those deltas and inputs that they depend on."""
+        """Computes the ids of each read, from what they depend on."""
         return _compat.eval_jaxpr(self.jaxpr, self.consts, *deltas, *inputs)
 
     def behind(self, number: int) -> tuple[list[int], list[int]]:
-        """The numbers of the reads and inputs that the ids of read `number` depend on.
+        """Returns the reads and inputs that the ids of read `number` depend on.
 
         A read counts if they depend on the rows read there.
         """

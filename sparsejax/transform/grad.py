@@ -174,7 +174,7 @@ def grad(
 
 
 def without_value(fun: Any, both: Callable[..., Any], has_aux: bool) -> Any:
-    """`grad` of a function, from its `value_and_grad`."""
+    """Makes `grad` of a function from its `value_and_grad`."""
 
     @functools.wraps(fun)
     def grad_fun(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +248,7 @@ def _package(
     cotangents: Sequence[jax.Array],
     sites: Sequence[Site],
 ) -> SelectedRows:
-    """One SelectedRows from all reads of a table."""
+    """Makes one SelectedRows of all reads of a table."""
     height, row, stack = leaf.height, leaf.row_shape, leaf.stack
     dtype = jnp.result_type(leaf.value)
     if not ids:

@@ -165,7 +165,7 @@ class Site(NamedTuple):
     per_output: float = 1
 
     def in_loop(self, length: int) -> Site:
-        """The same reads, once for every step of a loop."""
+        """Returns the same reads, once for every step of a loop."""
         spec = (None, *self.spec) if self.spec else ()
         return self._replace(lead=(length, *self.lead), spec=spec)
 
@@ -203,7 +203,7 @@ class Reads:
         return self._deltas is not None
 
     def take(self, count: int) -> list[jax.Array]:
-        """The next `count` deltas; none when collecting."""
+        """Returns the next `count` deltas; none when collecting."""
         if self._deltas is None:
             return []
         at = len(self.sites)
@@ -246,7 +246,7 @@ class Run:
     )
 
     def only(self, tables: Collection[int]) -> Run:
-        """The state after a walk with these tables alone.
+        """Returns the state after a walk with these tables alone.
 
         A rule sees one table at a time, so the reads of the others keep their order.
         """
@@ -302,7 +302,7 @@ class RuleContext:
         drop: bool = True,
         fill: bytes | None = None,
     ) -> jax.Array:
-        """The view's rows at `ids`, recorded as a read.
+        """Reads the view's rows at `ids`, and records the read.
 
         Args:
           ref: the view.
@@ -339,7 +339,7 @@ class RuleContext:
     def _read_by(
         self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
     ) -> jax.Array:
-        """`read` of a view with a reader."""
+        """Reads rows of a view with a reader."""
         ids = _arguments.as_ids(ids, ref.height)
         counts = indexing.in_range(ids, ref.height)
         if valid is not None:
@@ -353,7 +353,7 @@ class RuleContext:
         return rows.reshape(*ids.shape, *rows.shape[1:])
 
     def _drop_cotangents(self, rows: jax.Array, counts: jax.Array) -> jax.Array:
-        """`rows`, whose cotangents are zero where `counts` is False."""
+        """Drops the cotangents of rows where `counts` is False."""
         if not self.reads.planting or not any(self.live):
             return rows
         is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
@@ -413,7 +413,7 @@ class RuleContext:
         operands: Sequence[jax.Array] = (),
         kind: Any = None,
     ) -> jax.Array:
-        """`out`, computed from the table's rows at flat `ids`, with a delta planted.
+        """Plants a delta into `out`, computed from the table's rows at flat `ids`.
 
         `read` and `combine` call it, and also the readers of sharded tables.
 
@@ -452,7 +452,7 @@ class RuleContext:
     def dense(
         self, x: Any, why: str = "is not a read of whole rows", live: bool = True
     ) -> Any:
-        """The whole table as an array; an array is returned unchanged.
+        """Returns the whole table as an array, and an array unchanged.
 
         If the loss is differentiated through this equation, and `live`, this is a dense
         use, and the table gets no sparse gradient.
@@ -473,7 +473,7 @@ class RuleContext:
         return x.materialize()
 
     def one_table(self, *inputs: Any) -> list[Any]:
-        """The inputs of which at most one table is left.
+        """Returns the inputs with at most one table left.
 
         If several tables meet, the one with the most rows stays, the first of equals.
         The others are arrays: a parameter `[1, D]` that is broadcast against a table is
@@ -521,7 +521,7 @@ class RuleContext:
         )
 
     def body_sites(self, count: int = 1) -> list[tuple[Site, ...]]:
-        """The sites in each of `count` bodies, as the collecting walk found them."""
+        """Returns the sites in each of `count` bodies that were collected."""
         return self.run.bodies.get(self.path, [()] * count)
 
     def set_body_sites(self, *bodies: Sequence[Site]) -> None:
@@ -605,7 +605,7 @@ def _has_rule_of_arrays(run: Run, eqn: Any) -> bool:
 
 
 def _whole(ctx: RuleContext, x: Any) -> Any:
-    """An input of an equation as an array; a table of one row is read."""
+    """Returns an input of an equation as an array; a table of one row is read."""
     if isinstance(x, TableRef) and x.height == 1 and x.array.ndim <= 2:
         row = jnp.zeros((1,), _arguments.index_dtype(1))
         return ctx.read(x, row, drop=False).reshape(x.shape)
@@ -613,7 +613,7 @@ def _whole(ctx: RuleContext, x: Any) -> Any:
 
 
 def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
-    """The outputs of an equation by the latest rule that does not decline."""
+    """Runs an equation by the latest rule that does not decline."""
     eqn = ctx.eqn
     name = eqn.primitive.name
     before = len(ctx.reads.sites)

@@ -40,12 +40,12 @@ class Registry:
         entries[:] = [(primitive, entry), *(e for e in entries if not same(*e))]
 
     def find(self, primitive: Any) -> Sequence[Any]:
-        """The functions for a primitive, the latest first."""
+        """Returns the functions for a primitive, the latest first."""
         entries = self._entries.get(primitive.name, ())
         return [e for key, e in entries if key is primitive or isinstance(key, str)]
 
     def named(self, name: str) -> Sequence[Any]:
-        """The functions for all primitives of that name."""
+        """Returns the functions for all primitives of that name."""
         return [entry for _, entry in self._entries.get(name, ())]
 
 
@@ -105,7 +105,7 @@ class Liveness:
         self._known: dict[Any, tuple[Any, set[Any]]] = {}
 
     def variables(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
-        """The live variables of `jaxpr`, given a bool for each of its outputs."""
+        """Returns the live variables of `jaxpr`, given a bool for each output."""
         key = id(jaxpr), tuple(out)
         if key not in self._known:
             # The jaxpr is kept, so that no other jaxpr can reuse its id.
@@ -113,7 +113,7 @@ class Liveness:
         return self._known[key][1]
 
     def inputs(self, jaxpr: Any, out: Sequence[bool]) -> tuple[bool, ...]:
-        """For each input of `jaxpr`, True if it is live."""
+        """Returns True for each input of `jaxpr` that is live."""
         live = self.variables(jaxpr, out)
         return tuple(v in live for v in jaxpr.invars)
 
@@ -132,7 +132,7 @@ class Liveness:
         return live
 
     def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
-        """For each input of an equation, True if it is live."""
+        """Returns True for each input of an equation that is live."""
         for flow in _FLOWS.find(eqn.primitive):
             return flow(self, eqn, out)
         return (True,) * len(eqn.invars)

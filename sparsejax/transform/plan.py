@@ -84,7 +84,7 @@ class Plan:
     run: Run
 
     def walk(self, inputs: Sequence[Any], reads: Reads) -> list[Any]:
-        """The outputs of the program on `inputs`, with the tables as TableRefs."""
+        """Runs the program on `inputs`, with the tables as TableRefs."""
         flat, inputs = self.call.flat, list(inputs)
         for leaf in self.tables:
             array = inputs[leaf.position]
@@ -95,7 +95,7 @@ class Plan:
         return [x.materialize() if isinstance(x, TableRef) else x for x in outs]
 
     def zero_deltas(self) -> list[jax.Array]:
-        """A zero for each read, to be planted there."""
+        """Makes a zero for each read, to be planted there."""
         leaves = {leaf.position: leaf for leaf in self.tables}
         deltas = []
         for site in self.run.sites:
@@ -106,7 +106,7 @@ class Plan:
         return deltas
 
     def only(self, tables: Sequence[Leaf]) -> "Plan":
-        """The plan of some of the tables, without another walk."""
+        """Returns the plan of some of the tables, without another walk."""
         run = self.run.only({leaf.position for leaf in tables})
         return Plan(self.call, tables, run)
 
@@ -126,7 +126,7 @@ def collect(call: Call, tables: Sequence[Leaf], liveness: Liveness) -> Plan:
 
 
 def find_tables(call: Call) -> Plan:
-    """The leaves that are read by rows and used in no other way, however many rows."""
+    """Finds the leaves that are read by rows alone, however many rows."""
     leaves = [leaf for leaf in call.leaves if _may_be_table(leaf, False)]
     plan = collect(call, leaves, Liveness())
     return plan.only([leaf for leaf in leaves if leaf.sites and not leaf.dense])
@@ -259,7 +259,7 @@ def _is_sparse(leaf: Leaf, strict: bool) -> bool:
 
 
 def _too_many(rows_read: Any, height: int, width: Any) -> str:
-    """The reason why this many reads make a gradient dense, or an empty string."""
+    """Returns why this many reads make a gradient dense, or an empty string."""
     reads, limit = f"reads {rows_read} of {height} rows", "half"
     try:
         if max_reads(height, width) < height // 2:
@@ -271,7 +271,7 @@ def _too_many(rows_read: Any, height: int, width: Any) -> str:
 
 
 def max_reads(height: int, width: Any) -> int:
-    """The half rule: the most reads of a table for which its gradient is sparse.
+    """Returns the half rule: the most reads for which a gradient is sparse.
 
     Half of the rows, and of a large table with rows of fewer than 60 numbers
     `height * (width + 4) / 128`.

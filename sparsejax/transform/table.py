@@ -70,7 +70,7 @@ class RowReader:
     def bag_sum(
         self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
-        """The sums of rows of `sparsejax._lookup.bag_sum`.
+        """Computes the sums of rows of `sparsejax._lookup.bag_sum`.
 
         Args:
           ctx, ref, ids: as in `read`.
@@ -127,7 +127,7 @@ class TableRef:
 
     @classmethod
     def of(cls, index: int, array: jax.Array, stacked: bool = False) -> TableRef:
-        """The table itself, as a view; or `[K, V, ...]` as a view of `[K * V, ...]`."""
+        """Makes the view of a table, or of `[K, V, ...]` as `[K * V, ...]`."""
         shape, dtype = tuple(array.shape), array.dtype
         if not stacked:
             return cls(index, array, shape, dtype)
@@ -136,7 +136,7 @@ class TableRef:
 
     @classmethod
     def of_array(cls, array: jax.Array) -> TableRef:
-        """A view of an array that is not a table of the walk.
+        """Makes a view of an array that is not a table of the walk.
 
         Its reads are not recorded, and JAX differentiates them as for any array.
         """
@@ -173,7 +173,7 @@ class TableRef:
         return without(self.shape, self.row_axes)
 
     def part(self, start: ArrayLike, size: int) -> TableRef:
-        """Tables `start, ..., start + size - 1` of a stack."""
+        """Returns tables `start, ..., start + size - 1` of a stack."""
         stack_axis, row_axis = self.row_axes
         shape = list(self.shape)
         shape[stack_axis] = size
@@ -184,7 +184,7 @@ class TableRef:
         return dataclasses.replace(self, shape=tuple(shape), first=first)
 
     def one(self, number: ArrayLike) -> TableRef:
-        """Table `number` of a stack."""
+        """Returns table `number` of a stack."""
         stack_axis, row_axis = self.row_axes
         part = self.part(number, 1)
         shape = without(part.shape, (stack_axis,))
@@ -192,18 +192,18 @@ class TableRef:
         return dataclasses.replace(part, shape=shape, row_axes=(axis,))
 
     def then(self, fn: Callable[..., jax.Array], *operands: Any, **changes: Any) -> Any:
-        """The view after one more row function; `changes` are fields that change."""
+        """Returns the view after one more row function; `changes` are new fields."""
         step = RowFunction(fn, operands)
         return dataclasses.replace(self, steps=(*self.steps, step), **changes)
 
     def view(self, rows: jax.Array) -> jax.Array:
-        """Rows of the table `[n, ...]` as rows of the view `[n, *content]`."""
+        """Makes rows of the view `[n, *content]` of rows of the table `[n, ...]`."""
         for step in self.steps:
             rows = step(rows)
         return rows
 
     def materialize(self) -> jax.Array:
-        """The whole view as an array: all its rows."""
+        """Computes the whole view as an array."""
         if self.reader is not None:
             self.reader.refuse(self, "the function returns a table")
         rows, axes = self.array, self.row_axes
@@ -220,7 +220,7 @@ class TableRef:
         return self.first, [step.operands for step in self.steps]
 
     def with_operands(self, operands: tuple[Any, Sequence[Sequence[Any]]]) -> Any:
-        """The view with other arrays in place of its `operands`."""
+        """Returns the view with other arrays in place of its `operands`."""
         first, of_steps = operands
         pairs = zip(self.steps, of_steps, strict=True)
         steps = tuple(RowFunction(step.fn, tuple(new)) for step, new in pairs)
@@ -228,13 +228,13 @@ class TableRef:
 
 
 def without(shape: Sequence[int], axes: Sequence[int]) -> tuple[int, ...]:
-    """`shape` without `axes`."""
+    """Returns `shape` without `axes`."""
     return tuple(size for axis, size in enumerate(shape) if axis not in axes)
 
 
 @jax.custom_vjp
 def plant(rows: jax.Array, delta: jax.Array) -> jax.Array:
-    """`rows`, whose cotangent also goes to `delta`.
+    """Returns `rows`, whose cotangent also goes to `delta`.
 
     A custom rule, not `rows + delta`: nothing is added in the forward pass, and `-0.0`
     keeps its sign. The cotangent also goes to `rows`, so that an outer derivative of
@@ -263,7 +263,7 @@ def plant_combined(
     delta: jax.Array,
     *operands: jax.Array,
 ) -> jax.Array:
-    """`plant`, for a program that has only a linear combination of the rows.
+    """Plants a delta if the program has only a linear combination of the rows.
 
     The cotangent of the rows, `transpose(cotangent, *operands)`, goes to `delta`.
     """
@@ -284,7 +284,7 @@ plant_combined.defvjp(_combined_fwd, _combined_bwd)
 
 
 def drop_cotangents(x: jax.Array, keep: jax.Array) -> jax.Array:
-    """`x`, whose cotangents are zero where the mask `keep` of its first axes is False.
+    """Drops the cotangents of `x` where the mask `keep` of its first axes is False.
 
     This matches an XLA gather that is out of range: the forward pass clamps the index,
     and the transpose drops the cotangent. It is a primitive because a custom derivative

@@ -300,7 +300,7 @@ def _argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
 
 
 def _required(tables: Any, chosen: Any, paths: Sequence[Any]) -> list[bool | None]:
-    """The value of `tables=` for each leaf: True, False or None."""
+    """Returns the value of `tables=` for each leaf: True, False or None."""
     if _arguments.is_predicate(tables, chosen):
         return [bool(tables(path, leaf)) for path, leaf in paths]
     required: list[Any] = []

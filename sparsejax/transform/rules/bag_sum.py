@@ -25,7 +25,7 @@ def bag_sum_rule(
     *rest: Any,
     spec: xla.BagSpec,
 ) -> Any:
-    """The rule, which readers also call with the array that has their rows."""
+    """Sums rows; readers also call it with the array that has their rows."""
     if not isinstance(ref, TableRef):
         return NotImplemented  # the ids or weights are a table
     ids = ctx.dense(ids, live=False)

@@ -122,7 +122,7 @@ def _scan_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
 def _loop_liveness(
     liveness: Liveness, body: Any, out: Sequence[bool], n_consts: int, n_carry: int
 ) -> tuple[bool, ...]:
-    """For each output of a step, True if it is live after it or in the next step."""
+    """Returns True for each output of a step that is live after it or in the next."""
     live = tuple(out)
     while True:
         ins = liveness.inputs(body, live)[n_consts : n_consts + n_carry]
@@ -170,7 +170,7 @@ def _cond_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
 
 
 def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
-    """For each table read in any branch, one site as large as the largest branch."""
+    """Returns one site for each table, as large as in any branch."""
     result: dict[int, Site] = {}
     for sites in branches:
         total: dict[int, int] = {}
@@ -187,7 +187,7 @@ def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
 
 
 def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]:
-    """The deltas of one branch: consecutive parts of the shared ones."""
+    """Cuts the deltas of one branch out of the shared ones, one after the other."""
     at = dict.fromkeys(deltas, 0)
     pieces = []
     for site in sites if deltas else ():
@@ -200,7 +200,7 @@ def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]
 
 
 def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
-    """The ids at which one branch read one table, padded to the shared length."""
+    """Joins the ids at which one branch read one table, padded to the shared length."""
     height = ctx.run.heights[shared.table]
     dtype = _arguments.index_dtype(height)
     pairs = zip(reads.sites, reads.ids)
@@ -216,7 +216,7 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
 
 
 def _merge(full: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """`full` with `new` put at `places`."""
+    """Puts `new` at `places` of `full`."""
     result = list(full)
     for place, x in zip(places, new):
         result[place] = x

@@ -138,7 +138,7 @@ def _binary_rule(ctx: RuleContext, x: Any, y: Any, **params: Any) -> Any:
 def _same_for_all_rows(
     ctx: RuleContext, ref: TableRef, other: Any, position: int
 ) -> jax.Array | None:
-    """`other` as `()` or `[1, ...]` if it is equal for every row, else None."""
+    """Returns `other` as `()` or `[1, ...]` if it is equal for every row, else None."""
     if np.ndim(other) == 0:
         return jnp.asarray(other)
     if all(np.shape(other)[axis] == 1 for axis in ref.row_axes):

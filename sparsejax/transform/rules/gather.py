@@ -189,7 +189,7 @@ def _ids_read(
     widths: Sequence[int],
     mode: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The rows that a gather reads.
+    """Computes the rows that a gather reads.
 
     Args:
       indices: the indices of the gather, `[*batch, k]`.
@@ -254,7 +254,7 @@ def _row_numbers(places: Sequence[jax.Array], sizes: Sequence[Any]) -> jax.Array
 
 
 def _sizes(ref: TableRef, like: Any) -> tuple[Any, ...]:
-    """The lengths of a view's axes of rows, in the dtype of `like`."""
+    """Returns the lengths of a view's axes of rows, in the dtype of `like`."""
     return tuple(_arguments.scalar(ref.shape[axis], like) for axis in ref.row_axes)
 
 
@@ -266,7 +266,7 @@ def _move_axes(rows: jax.Array, start: int, axes: Sequence[int]) -> jax.Array:
 
 
 def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
-    """`x` with axis `d` of length 1, which has element i at place i of axis `k`."""
+    """Cuts axis `d` of `x` to length 1: element i at place i of axis `k`."""
     shape = [1] * x.ndim
     shape[k] = x.shape[k]
     at = lax.broadcasted_iota(jnp.int32, shape, k)
@@ -275,7 +275,7 @@ def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
 
 @jax.jit
 def _fill_unless(keep: jax.Array, rows: jax.Array, fill: Any) -> jax.Array:
-    """`rows` where the mask `keep` of the first axes is True, else `fill`.
+    """Replaces rows by `fill` where the mask `keep` of the first axes is False.
 
     Jitted, so that `jax_debug_nans` sees the fill value only if it is used.
     """
@@ -283,5 +283,5 @@ def _fill_unless(keep: jax.Array, rows: jax.Array, fill: Any) -> jax.Array:
 
 
 def _steps(width: int, ndim: int, dtype: Any) -> np.ndarray:
-    """`0, 1, ..., width - 1` along the last of `ndim` axes."""
+    """Counts `0, 1, ..., width - 1` along the last of `ndim` axes."""
     return np.arange(width, dtype=dtype).reshape((1,) * (ndim - 1) + (width,))

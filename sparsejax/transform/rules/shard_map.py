@@ -83,7 +83,7 @@ def _shard_map_flow(
 
 
 def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
-    """The site outside of the `shard_map`: the reads of all devices, flat."""
+    """Returns the site outside of the `shard_map`: the reads of all devices, flat."""
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
     across = tuple(sorted(site.axes & manual))
     types = dict(zip(mesh.axis_names, mesh.axis_types))
