@@ -81,8 +81,7 @@ class HashIndex:
       slots: uint32 `[S, words + 1]`, the hash table: the words of a key, then its row.
       slot_of_row: int32 `[capacity]`, the slot of each row's key.
       counts: int32 `[capacity]`, the number of calls of `insert` with the row's key.
-      last_step: uint32 `[capacity, 2]`, the step of the latest such call, as two words;
-        `join_keys(last_step)` are the steps.
+      last_step: uint32 `[capacity]`, the step of the latest such call.
       sketch: uint32 `[4, W]`, sightings of keys that have no row; None if
         `admit_after` is 1.
       num_seen: uint32, the number of sightings that the sketch has counted.
@@ -208,7 +207,7 @@ class HashIndex:
             slots=jnp.concatenate([keys, empty], axis=1),
             slot_of_row=jnp.zeros((capacity,), jnp.int32),
             counts=jnp.zeros((capacity,), jnp.int32),
-            last_step=jnp.zeros((capacity, 2), jnp.uint32),
+            last_step=jnp.zeros((capacity,), jnp.uint32),
             sketch=sketch,
             num_seen=zero(jnp.uint32),
             hand=zero(jnp.int32),
@@ -369,11 +368,9 @@ class HashIndex:
 
         Args:
           keys: as for `find`.
-          step: one integer of up to 64 bits, the number of the training step, or a time
-            in any unit. Keys that were used at the same step, in this call or an
-            earlier one, are not evicted. JAX truncates int64 to int32 where `jit` is
-            called without `jax_enable_x64`: pass a step beyond 32 bits as the words
-            that `split_keys` makes.
+          step: integer in `[0, 2^32)`, the number of the training step, or a time in
+            seconds. Keys that were used at the same step, in this call or an earlier
+            one, are not evicted.
           where: booleans of the shape of `keys`, False for padding. Padding is not
             inserted and gets the row `capacity`.
 
@@ -400,7 +397,7 @@ class HashIndex:
           Array([3, 0, 0], dtype=int32)
         """
         words, shape = self._words(keys)
-        step = _step_words(step)
+        step = _as_step(step)
         if where is None:
             mask = jnp.ones(words[0].shape, bool)
         else:
@@ -510,20 +507,21 @@ def _as_integers(keys: Any) -> Any:
     return _arguments.as_integers(keys, "keys")
 
 
-def _step_words(step: Any) -> jax.Array:
-    """Returns a step as two words, uint32 `[2]`, low word first."""
-    want = "one integer below 2^63, the number of the training step"
-    if isinstance(step, (int, np.integer)) and not isinstance(step, bool):
-        if not -(2**63) <= step < 2**63:
-            raise ValueError(f"step must be {want}, got {_arguments.show(step)}.")
-        step = np.array(step, np.int64)  # JAX would cut it to 32 bits
-    found = _arguments.to_array(step, "step", want)
-    if found.dtype == jnp.uint32 and found.shape == (2,):
-        return found
-    if found.shape != () or not jnp.issubdtype(found.dtype, jnp.integer):
-        found = _arguments.kind_of(found)
-        raise TypeError(f"step must be {want}, got {found}.")
-    return jnp.asarray(HashIndex.split_keys(step))
+def _as_step(step: Any) -> jax.Array:
+    """Returns a step as a uint32 scalar."""
+    if not isinstance(step, jax.Array):
+        step = np.asarray(step)  # JAX would cut 64 bits to 32
+    if step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
+        raise TypeError(
+            "step must be one integer, the number of the training step, got "
+            f"{_arguments.kind_of(step)}."
+        )
+    if _arguments.is_concrete(step) and not 0 <= int(step) < 2**32:
+        raise ValueError(
+            f"step must be in [0, 2^32), got {int(step)}. Number the training steps, "
+            "or pass a time in seconds, not milliseconds."
+        )
+    return jnp.asarray(step.astype(np.uint32))
 
 
 def _word(keys: Any) -> jax.Array:
@@ -904,8 +902,7 @@ def _evictable(index: HashIndex, step: jax.Array, most: int) -> Any:
     begin, length = _window(index, most)
     rows = begin + lax.iota(jnp.int32, length)
     last_step = lax.dynamic_slice_in_dim(index.last_step, begin, length)
-    other = (last_step[:, 0] != step[0]) | (last_step[:, 1] != step[1])
-    return rows, last_step, other & (rows < index.num_keys)
+    return rows, last_step, (last_step != step) & (rows < index.num_keys)
 
 
 def _count_evictable(index: HashIndex, step: jax.Array, most: int) -> jax.Array:
@@ -923,9 +920,7 @@ def _choose_victims(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses `count` rows to evict, ascending, padded to `most`; moves the hand."""
     rows, last_step, left = _evictable(index, step, most)
-    # As unsigned numbers in the same order, the one that counts most first.
-    length, orders = rows.shape[0], [last_step[:, 1] ^ np.uint32(1 << 31)]
-    orders += [last_step[:, 0]]
+    length, orders = rows.shape[0], [last_step]  # the one that counts most first
     if index.policy == "lfu":
         counts = lax.dynamic_slice(index.counts, (rows[0],), (length,))
         orders = [counts.astype(jnp.uint32), *orders]

@@ -151,13 +151,11 @@ def embedding_bag(
         return reduce(table, _arguments.saturate(given), w, padding, segments)
     _check_padded(given, segment_ids, num_segments)
 
-    def reduce_padded(table, ids, *rest):
-        flat = [
-            None if x is None else indexing.merge_axes(x, ids.ndim - 1)
-            for x in (ids, *rest)
-        ]
+    def reduce_padded(table, ids, w, padding):
+        flat = lambda x: None if x is None else indexing.merge_axes(x, ids.ndim - 1)
         lead = ids.shape if combiner == "none" else ids.shape[:-1]
-        return reduce(table, *flat, None).reshape(*lead, *table.shape[1:])
+        bags = reduce(table, flat(ids), flat(w), flat(padding), None)
+        return bags.reshape(*lead, *table.shape[1:])
 
     ndim = given.ndim - (combiner != "none")
     args = table, _arguments.saturate(given), w, padding

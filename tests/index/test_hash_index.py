@@ -179,7 +179,7 @@ def test_where_leaves_padding_out():
     assert index.items()[0].tolist() == [5, 6]
     # Known keys that are masked were not used.
     index, rows, _ = index.insert(keys, 3, where=~mask)
-    assert index.last_step[:3].tolist() == [[0, 0], [0, 0], [3, 0]]
+    assert index.last_step[:3].tolist() == [0, 0, 3]
     assert index.find(keys)[0, 0] == 0
 
 
@@ -195,26 +195,17 @@ def test_a_key_of_this_step_stays():
     assert rows.tolist() == [1, 1, 0, 0] and evicted.tolist() == [1, 8, 8, 8]
 
 
-NOW = 1_764_000_000_000  # a time in ms
-
-
-@pytest.mark.parametrize(
-    "first", [0, -1, 2**31 - 1, 2**32 - 1, NOW, 2**63 - 3, -(2**63)]
-)
+@pytest.mark.parametrize("first", [0, 2**31 - 1, 2**32 - 3])
 def test_steps_of_any_size(first):
     """The least recently used key goes, however the steps are given."""
-    ways = [lambda s: s, np.int64, np.asarray, sj.HashIndex.split_keys]
-    if 0 <= first < 2**32 - 3:
-        ways += [np.uint32, jnp.uint32]
-    for way in ways:
+    for way in (lambda s: s, np.int64, np.asarray, np.uint32, jnp.uint32):
         index = sj.HashIndex.create(8)
         for key, more in (10, 0), (20, 1), (10, 2), (30, 2):
             keys = np.arange(key, key + 4, dtype=np.int32)
             index, _, evicted = index.insert(keys, way(first + more))
         assert evicted.tolist() == [4, 5, 6, 7]
         assert index.find([10, 20]).tolist() == [0, 8]
-        steps = sj.HashIndex.join_keys(index.last_step)
-        assert steps.tolist() == [first + 2] * 8
+        assert index.last_step.tolist() == [first + 2] * 8
 
 
 def test_no_keys_at_all():
@@ -294,9 +285,9 @@ def test_words_of_keys(dtype):
 
 def test_keys_and_steps_of_64_bits_under_x64(x64):
     index, keys = sj.HashIndex.create(3, key_bits=64), jnp.array([3, -4, 2**40])
-    for keys_, more in ([7, 8, 9], 0), ([7, 8, 9], 2**32), (keys, 2**33):
+    for keys_, step in ([7, 8, 9], 0), ([7, 8, 9], 2**31), (keys, 2**32 - 1):
         keys_ = jnp.asarray(keys_, jnp.int64)
-        index, rows, evicted = insert(index, keys_, np.int64(NOW + more))
+        index, rows, evicted = insert(index, keys_, np.int64(step))
     assert evicted.tolist() == [0, 1, 2]
     assert rows.tolist() == [0, 2, 1] and rows.dtype == jnp.int32
     split = sj.HashIndex.split_keys(keys)
@@ -480,13 +471,14 @@ def test_wrong_arguments():
         (lambda: index.find([1 << 33]), ValueError, "32-bit keys, got int64 from"),
         (lambda: wide.find(jnp.array([1])), TypeError, "64-bit keys, got int32 of"),
         (lambda: index.insert([1], 0.5), TypeError, "step must be one integer"),
-        (lambda: index.insert([1], True), TypeError, "one integer below 2.63"),
-        (lambda: index.insert([1], 2**63), ValueError, "integer below 2.63, .*, got 9"),
-        (lambda: index.insert([1], [1, 2]), TypeError, "one integer below 2.63"),
+        (lambda: index.insert([1], True), TypeError, "step must be one integer"),
+        (lambda: index.insert([1], -1), ValueError, r"step must be in \[0, 2\^32\)"),
+        (lambda: index.insert([1], 1_764_000_000_000), ValueError, "time in seconds"),
+        (lambda: index.insert([1], [1, 2]), TypeError, "step must be one integer"),
         (lambda: index.insert([1], 0, where=[1]), ValueError, "where must be booleans"),
         (lambda: index.owners([1], 0), ValueError, "num_owners must be a positive"),
-        (lambda: index.keys_of([0.5]), TypeError, "keys_of: rows must be integers"),
-        (lambda: wide.join_keys([1, 2]), ValueError, "join_keys: words must be uint32"),
+        (lambda: index.keys_of([0.5]), TypeError, "rows must be integers"),
+        (lambda: wide.join_keys([1, 2]), ValueError, "words must be uint32"),
     ):
-        with pytest.raises(error, match=f"sparsejax.HashIndex.{message}|{message}"):
+        with pytest.raises(error, match=message):
             wrong()
