@@ -66,7 +66,8 @@ class _InErrors(type):
             f"{cls!r}, the rows of a gradient or an update of a table (in an optimizer "
             "write sparsejax.optim.lazy(optax.chain(...)), with all transformations of "
             "optax inside of lazy, and sparsejax.optim.accumulate(lazy(tx), k, "
-            "capacity) instead of optax.MultiSteps)"
+            "capacity) instead of optax.MultiSteps; put a scan over microbatches "
+            "inside the loss, with jax.checkpoint)"
         )
 
 

@@ -471,6 +471,28 @@ def test_exported_for_any_batch(name):
 
 
 @pytest.mark.window
+def test_a_step_exported_for_any_batch():
+    tx = sj.optim.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
+    tables = {"t": True, "w": None}
+
+    def step(params, state, ids):
+        loss = lambda p: jnp.mean((p["t"][ids] @ p["w"]) ** 2)
+        grads = sj.grad(loss, tables=tables)(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"t": jnp.ones((40, 2)), "w": jnp.ones(2)}
+    args = params, tx.init(params)
+    (b,) = export.symbolic_shape("b")
+    ids = jax.ShapeDtypeStruct((b,), jnp.int32)
+    exported = export.export(jax.jit(step))(*args, ids)
+    for size in (3, 60):
+        ids = jnp.arange(size, dtype=jnp.int32) % 40
+        new, want = exported.call(*args, ids)[0], jax.jit(step)(*args, ids)[0]
+        np.testing.assert_allclose(new["t"], want["t"], rtol=1e-6)
+
+
+@pytest.mark.window
 def test_a_symbolic_batch_may_be_too_large_to_be_sparse():
     loss = lambda t, ids: jnp.sum(t[ids])
     table = jax.ShapeDtypeStruct((40, 2), jnp.float32)
