@@ -471,6 +471,7 @@ def test_exported_for_any_batch(name):
 
 
 @pytest.mark.window
+@pytest.mark.usefixtures("loose_promotion")
 def test_a_step_exported_for_any_batch():
     tx = sj.optim.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
     tables = {"t": True, "w": None}
