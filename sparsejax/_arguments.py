@@ -405,6 +405,58 @@ def is_predicate(x: Any, tree: Any) -> bool:
     return not any(isinstance(leaf, (bool, np.bool_)) for leaf in jax.tree.leaves(x))
 
 
+def match_prefix(
+    name: str, prefix: PyTree, tree: PyTree, is_leaf: Callable | None = None
+) -> list[tuple[Any, Any]]:
+    """Returns each leaf of a prefix of `tree`, also None, with its subtree."""
+    is_none = lambda x: x is None
+    leaves, treedef = jax.tree.flatten(prefix, is_leaf=is_none)
+    try:
+        return list(zip(leaves, treedef.flatten_up_to(tree)))
+    except (ValueError, TypeError):
+        raise ValueError(
+            f"{name} must be a prefix of the tree of parameters, got "
+            f"{show_tree(prefix, is_none)}. {show_mismatch(prefix, tree, is_leaf)}"
+        ) from None
+
+
+def flag_leaves(
+    name: str, flags: PyTree, tree: PyTree, is_leaf: Callable | None = None
+) -> list[bool | None]:
+    """Returns a flag for each leaf of `tree`.
+
+    Args:
+      name: of the argument, for errors.
+      flags: a prefix of `tree` with True, False or None at its leaves, or a function
+        `(path, leaf) -> bool`.
+      tree: any tree.
+      is_leaf: what counts as a leaf of `tree`.
+    """
+    if is_predicate(flags, tree):
+        paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+        return [bool(flags(path, leaf)) for path, leaf in paths]
+    result = []
+    for flag, part in match_prefix(name, flags, tree, is_leaf):
+        if flag is not None and not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(
+                f"{name} must be True, False, None, a prefix of the parameters with "
+                f"these, or a function (path, leaf) -> bool, got {show(flag)}."
+            )
+        result += [flag] * len(jax.tree.leaves(part, is_leaf=is_leaf))
+    return result
+
+
+def has_float_rows(x: Any, rank: int = 1) -> bool:
+    """Returns True if `x` is an array or a spec of real floats of at least this rank.
+
+    With rank 2, it is a table unless the user says that it is not.
+    """
+    dtype = getattr(x, "dtype", None)
+    if dtype is None or len(x.shape) < rank:
+        return False
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
 def check_capacity(capacity: Any, name: str = "capacity") -> int:
     """Returns `capacity` as an int, or raises."""
     if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:

@@ -195,7 +195,8 @@ def trace_call(
     )
     inputs: list[Any] = []
     leaves: list[Leaf] = []
-    for (path, value), required in zip(paths, _required(tables, chosen, paths)):
+    flags = _arguments.flag_leaves("tables=", tables, chosen, is_leaf)
+    for (path, value), required in zip(paths, flags):
         if isinstance(value, SelectedRows):
             inputs.append(value.rows)
         else:
@@ -297,35 +298,6 @@ def _argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
     ]
     return [names[i] if i < len(names) else f"args[{i}]" for i in numbers]
-
-
-def _required(tables: Any, chosen: Any, paths: Sequence[Any]) -> list[bool | None]:
-    """Returns the value of `tables=` for each leaf: True, False or None."""
-    if _arguments.is_predicate(tables, chosen):
-        return [bool(tables(path, leaf)) for path, leaf in paths]
-    required: list[Any] = []
-
-    def add(value, part):
-        count = len(jax.tree.leaves(part, is_leaf=is_selected_rows))
-        required.extend([value] * count)
-
-    is_none = lambda x: x is None
-    try:
-        jax.tree.map(add, tables, chosen, is_leaf=is_none)
-    except (ValueError, TypeError):
-        raise ValueError(
-            "tables= must be a prefix of the differentiated argument's tree, with "
-            "True, False or None at its leaves, got "
-            f"{_arguments.show_tree(tables, is_none)}. "
-            f"{_arguments.show_mismatch(tables, chosen, is_selected_rows)}"
-        ) from None
-    for value in required:
-        if value is not None and not isinstance(value, (bool, np.bool_)):
-            raise TypeError(
-                "tables= must be True, False, None, a tree of these, or "
-                f"callable(path, leaf) -> bool, got {_arguments.show(value)}."
-            )
-    return required
 
 
 def _check_differentiable(name: str, value: Any) -> None:

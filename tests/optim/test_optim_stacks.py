@@ -245,7 +245,7 @@ def test_accumulate_needs_to_know_of_a_stack():
     with pytest.raises(ValueError, match="3x29 rows, .* for 3 rows. Pass stacked=True"):
         tx.update(sj.grad(_loss)(params), tx.init(params), params)
     for stacked in ({"stack": True}, "stack", {"stack": 3, "w": 1}):
-        with pytest.raises(ValueError, match="stacked must be True, False or a prefix"):
+        with pytest.raises((ValueError, TypeError), match="stacked must be"):
             sj.optim.accumulate(tx, 2, 8, stacked=stacked).init(params)
 
 

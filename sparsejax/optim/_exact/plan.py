@@ -123,25 +123,11 @@ def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...
     """The leaves that `tables=` names."""
     is_leaf = trees.is_none_or_masked
     if tables is None:
-        flags = [_has_rows(s) and len(s.shape) > 1 for s in specs]
-    elif _arguments.is_predicate(tables, params):
-        paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
-        flags = [bool(tables(path, leaf)) for path, leaf in paths]
+        flags = [_arguments.has_float_rows(spec, 2) for spec in specs]
     else:
-        try:
-            tree = jax.tree.broadcast(tables, params, is_leaf=is_leaf)
-            flags = jax.tree.leaves(tree, is_leaf=is_leaf)
-        except ValueError:
-            flags = [tables]
-        if not all(flag in (True, False) or is_leaf(flag) for flag in flags):
-            mismatch = _arguments.show_mismatch(tables, params, is_leaf)
-            raise ValueError(
-                "sparsejax.optim.exact: tables= must be a prefix of the parameter "
-                "tree, with True or False at its leaves, got "
-                f"{_arguments.show(tables)}. {mismatch}".strip()
-            )
+        flags = _arguments.flag_leaves("tables=", tables, params, is_leaf)
     for i, flag in enumerate(flags):
-        if flag and not _has_rows(specs[i]):
+        if flag and not _arguments.has_float_rows(specs[i]):
             raise ValueError(
                 "sparsejax.optim.exact: tables= marks "
                 f"{trees.leaf_paths(params, 'params')[i]} as a table, but it has no "
@@ -154,12 +140,6 @@ def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...
             "unwrapped."
         )
     return tuple(i for i, flag in enumerate(flags) if flag)
-
-
-def _has_rows(spec: Any) -> bool:
-    if trees.is_none_or_masked(spec) or not spec.shape:
-        return False
-    return jnp.issubdtype(spec.dtype, jnp.floating)
 
 
 def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:

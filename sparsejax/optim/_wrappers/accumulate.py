@@ -148,7 +148,8 @@ def accumulate(
     def init(params):
         state_sharding.check_not_sharded(CALL, params)
         leaves, treedef = trees.flatten(params)
-        buffers = map(_empty, leaves, _slots(params, capacity), _axes(params, stacked))
+        stacks = _arguments.flag_leaves("stacked", stacked, params, trees.is_leaf)
+        buffers = map(_empty, leaves, _slots(params, capacity), stacks)
         rows, sums = (treedef.unflatten(x) for x in zip(*buffers))
         # Separate arrays, since no buffer can be donated twice.
         mini_step, gradient_step, overflow = (
@@ -312,7 +313,7 @@ def with_held_gradients(
     return state._replace(acc_grads=sums, acc_rows=rows)
 
 
-def _empty(leaf: Any, slots: int | None, row_axes: int) -> tuple[Any, Any]:
+def _empty(leaf: Any, slots: int | None, is_stack: bool | None) -> tuple[Any, Any]:
     """Returns the row ids and sums of an empty buffer."""
     if trees.is_none_or_masked(leaf):
         return None, leaf
@@ -320,6 +321,7 @@ def _empty(leaf: Any, slots: int | None, row_axes: int) -> tuple[Any, Any]:
     dtype = indexing.accumulator_dtype(leaf.dtype)
     if slots is None:
         return None, jnp.zeros(leaf.shape, dtype)
+    row_axes = 2 if is_stack and leaf.ndim > 2 else 1
     height = math.prod(leaf.shape[:row_axes])
     slots = min(slots, height)
     rows = jnp.full((slots,), height, _arguments.index_dtype(height))
@@ -384,61 +386,17 @@ def _emptied(due: jax.Array, held: Any) -> Any:
 
 def _slots(params: Any, capacity: Any) -> list[int | None]:
     """The number of slots of each leaf of `params`; None if its sum is an array."""
-    by_subtree = _prefix(capacity, params)
-    if by_subtree is None:
-        raise _arguments.wrong(
-            CALL,
-            "capacity",
-            "an int or a prefix of the params tree, with None for leaves with a dense "
-            "gradient",
-            _arguments.show_tree(capacity, _is_none),
-            _arguments.show_mismatch(capacity, params),
-        )
     slots = []
-    for number, subtree in by_subtree:
+    for number, subtree in _arguments.match_prefix("capacity", capacity, params):
         leaves, treedef = trees.flatten(subtree)
-        is_for_one_leaf = jax.tree_util.treedef_is_leaf(treedef)
-        lowest_rank = 1 if is_for_one_leaf else 2
+        min_rank = 1 if jax.tree_util.treedef_is_leaf(treedef) else 2
         if number is not None:
-            hint = " Or pass a tree of ints and None."
+            hint = "Or pass a tree of ints, with None for dense leaves."
             number = _arguments.static_int("capacity", number, 1, hint)
         for leaf in leaves:
-            dense = trees.is_none_or_masked(leaf) or np.ndim(leaf) < lowest_rank
+            dense = trees.is_none_or_masked(leaf) or np.ndim(leaf) < min_rank
             slots.append(None if dense else number)
     return slots
-
-
-def _axes(params: Any, stacked: Any) -> list[int]:
-    """For each leaf of `params`, how many of its axes run over rows."""
-    by_subtree = _prefix(stacked, params)
-    if by_subtree is None or not all(
-        mark is None or isinstance(mark, bool) for mark, _ in by_subtree
-    ):
-        raise _arguments.wrong(
-            CALL,
-            "stacked",
-            "True, False or a prefix of the params tree with these at its leaves",
-            _arguments.show_tree(stacked, _is_none),
-            _arguments.show_mismatch(stacked, params),
-        )
-    return [
-        2 if mark and np.ndim(leaf) > 2 else 1
-        for mark, subtree in by_subtree
-        for leaf in trees.flatten(subtree)[0]
-    ]
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
-
-
-def _prefix(prefix: Any, params: Any) -> list[tuple[Any, Any]] | None:
-    """Leaves of a prefix of `params` with their subtrees; None if it does not fit."""
-    try:
-        leaves, treedef = jax.tree.flatten(prefix, is_leaf=_is_none)
-        return list(zip(leaves, treedef.flatten_up_to(params)))
-    except ValueError:
-        return None
 
 
 def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:

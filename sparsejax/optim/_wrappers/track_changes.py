@@ -223,20 +223,11 @@ def _is_leaf(x: Any) -> bool:
 
 def _wanted(params: Any, tables: Any) -> list[bool]:
     """For each leaf whether it is tracked."""
-    leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
+    leaves = jax.tree.leaves(params, is_leaf=_is_leaf)
     if tables is None:
-        return [_is_table(leaf) for leaf in leaves]
-    try:
-        chosen = jax.tree.broadcast(tables, params, is_leaf=_is_leaf)
-        chosen = treedef.flatten_up_to(chosen)
-    except ValueError:
-        raise _arguments.wrong(
-            CALL,
-            "tables",
-            "a bool, or a tree of bools that is a prefix of the parameters",
-            _arguments.show(tables),
-            _arguments.show_mismatch(tables, params, _is_leaf),
-        ) from None
+        is_table = lambda x: is_quantized(x) or _arguments.has_float_rows(x, 2)
+        return [is_table(leaf) for leaf in leaves]
+    chosen = _arguments.flag_leaves("tables", tables, params, _is_leaf)
     paths = trees.leaf_paths(params, "params")
     for k, (leaf, is_chosen) in enumerate(zip(leaves, chosen)):
         if is_chosen and not np.ndim(leaf):
@@ -245,14 +236,6 @@ def _wanted(params: Any, tables: Any) -> list[bool]:
                 f"array of rank 1 or more, got {_arguments.kind_of(leaf)}."
             )
     return [bool(is_chosen) for is_chosen in chosen]
-
-
-def _is_table(leaf: Any) -> bool:
-    if is_quantized(leaf):
-        return True
-    dtype = getattr(leaf, "dtype", None)
-    is_float = dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-    return is_float and np.ndim(leaf) > 1
 
 
 def _mark(flags: jax.Array, update: Any) -> jax.Array:
