@@ -203,77 +203,85 @@ def has_mesh(x: Any) -> bool:
     return bool(getattr(mesh, "axis_names", ()))
 
 
-def linear_primitive(
-    name: str,
-    reference: Callable[..., jax.Array],
-    platforms: Mapping[str, Callable[..., jax.Array]],
-    types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-) -> Any:
-    """Makes `reference` one primitive, with other lowerings on some platforms.
-
-    Under `vmap`, and for tangents, `reference` replaces it.
-
-    Args:
-      name: of the primitive.
-      reference: a function of arrays, linear in the first; the others are not
-        differentiated. It may take a static keyword `fill`: a constant in some of the
-        results, whose tangent is 0.
-      platforms: by platform, a function that computes the same.
-      types: see `platform_primitive`; without it, `reference` is traced.
-
-    Returns:
-      The primitive.
-    """
-
-    def jvp(primals, tangents, **static):
-        out = p.bind(*primals, **static)
-        if isinstance(tangents[0], _ad.Zero):
-            return out, _ad.Zero(jax.typeof(out).to_tangent_aval())
-        if static.get("fill") is not None:
-            static = {"fill": np.zeros_like(static["fill"])}
-        return out, reference(tangents[0], *primals[1:], **static)
-
-    def batch(args, dims, **static):
-        one = functools.partial(reference, **static)
-        return jax.vmap(one, in_axes=tuple(dims))(*args), 0
-
-    p = _primitive(name, reference, platforms, types)
-    _ad.primitive_jvps[p] = jvp
-    _batching.primitive_batchers[p] = batch
-    return p
-
-
-def multilinear_primitive(
+def primitive(
     name: str,
     reference: Callable[..., Any],
     platforms: Mapping[str, Callable[..., Any]],
-    transposes: Mapping[int, Callable[..., jax.Array]],
-    batch: Callable[..., Any],
     *,
     types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
+    multiple_results: bool = False,
+    transposes: Mapping[int, Callable[..., jax.Array]] | None = None,
+    batch: Callable[..., Any] | None = None,
+    drop_unused: Callable[..., tuple[Sequence[bool], dict[str, Any]]] | None = None,
 ) -> Any:
-    """Makes `reference` one primitive whose JVP is that primitive again.
+    """Makes `reference` one primitive, with other lowerings on some platforms.
+
+    The platform is chosen when a program is lowered, so jaxprs have no branch over
+    platforms. `reference` takes the primitive's place for derivatives and under `vmap`
+    unless `transposes` and `batch` are given.
 
     Args:
       name: of the primitive.
-      reference: a function of arrays and of static, hashable keywords, linear in each
-        of the arrays in `transposes`.
+      reference: a function of arrays and of static, hashable keywords.
       platforms: by platform, a function that computes the same.
-      transposes: by position of an array, `f(cotangent, like, *args, **static)`: the
-        cotangent of that array, of the shape and type of `like`; in `args` the array
-        itself is None.
+      types: a function of the same arguments that returns the shapes and dtypes of the
+        results. Without it, and if types of arguments have a mesh, `reference` is
+        traced to find them.
+      multiple_results: whether `reference` returns a sequence. Then it also takes the
+        place of `platforms` in programs of several devices. So a lowering may be a loop
+        that writes to its arguments in place.
+      transposes: by position of an array in which `reference` is linear,
+        `f(cotangent, like, *args, **static)`: the cotangent of that array, of the shape
+        and type of `like`; in `args` the array itself is None. The JVP is the primitive
+        again.
       batch: `f(bind, args, axes, **static)`, the primitive under `vmap`, with the batch
         axis first; `axes` are the mapped axes, or None.
-      types: see `platform_primitive`; without it, `reference` is traced.
+      drop_unused: `f(used, **static)`, the results to compute and the new keywords if
+        some results are not used.
 
     Returns:
       The primitive.
     """
+    p = Primitive(name)
+    p.multiple_results = multiple_results
+    p.def_impl(functools.partial(_dispatch.apply_primitive, p))
+    as_list = list if multiple_results else lambda out: [out]
+
+    def abstract(*avals, **static):
+        # Types may say more than shape and dtype: how a mesh lays an array out.
+        if types is not None and (multiple_results or not any(map(has_mesh, avals))):
+            outs = [_core.ShapedArray(*spec) for spec in types(*avals, **static)]
+        else:
+            program = jax.make_jaxpr(functools.partial(reference, **static))(*avals)
+            outvars = open_jaxpr(program)[0].outvars
+            outs = [v.aval.update(weak_type=False) for v in outvars]
+        return outs if multiple_results else outs[0]
+
+    def jvp_of_reference(primals, tangents, **static):
+        moved = [k for k, t in enumerate(tangents) if not isinstance(t, _ad.Zero)]
+
+        def fun(*some):
+            args = list(primals)
+            for k, x in zip(moved, some):
+                args[k] = x
+            return as_list(reference(*args, **static))
+
+        some = [primals[k] for k in moved]
+        outs, changes = jax.jvp(fun, some, [tangents[k] for k in moved])
+        changes = [
+            _ad.Zero(jax.typeof(out).to_tangent_aval())
+            if change.dtype == jax.dtypes.float0
+            else change
+            for out, change in zip(outs, changes)
+        ]
+        if multiple_results:
+            return outs, changes
+        return p.bind(*primals, **static), changes[0]
 
     def jvp(primals, tangents, **static):
         out = p.bind(*primals, **static)
         total = _ad.Zero(jax.typeof(out).to_tangent_aval())
-        for k in transposes:
+        for k in transposes or ():
             if k < len(primals) and not isinstance(tangents[k], _ad.Zero):
                 args = [*primals[:k], tangents[k], *primals[k + 1 :]]
                 total = _ad.add_tangents(total, p.bind(*args, **static))
@@ -285,92 +293,43 @@ def multilinear_primitive(
         result: list[Any] = [None] * len(args)
         if isinstance(cotangent, _ad.Zero):
             result[k] = _ad.Zero(like)
-            return result
-        known = [None if i == k else x for i, x in enumerate(args)]
-        result[k] = transposes[k](cotangent, like, *known, **static)
+        elif transposes is not None:
+            others = [None if i == k else x for i, x in enumerate(args)]
+            result[k] = transposes[k](cotangent, like, *others, **static)
         return result
 
     def batched(args, dims, **static):
-        return batch(p.bind, args, dims, **static), 0
-
-    p = _primitive(name, reference, platforms, types)
-    _ad.primitive_jvps[p] = jvp
-    _ad.primitive_transposes[p] = transpose
-    _batching.primitive_batchers[p] = batched
-    return p
-
-
-def platform_primitive(
-    name: str,
-    reference: Callable[..., Sequence[jax.Array]],
-    platforms: Mapping[str, Callable[..., Sequence[jax.Array]]],
-    types: Callable[..., Sequence[tuple[Any, Any]]],
-    drop_unused: Callable[..., tuple[Sequence[bool], dict[str, Any]]] | None = None,
-) -> Any:
-    """Makes `reference` one primitive, with other lowerings on some platforms.
-
-    Under `vmap`, for derivatives, and in programs of several devices, `reference` takes
-    its place. So a lowering may be a loop that writes to its arguments in place.
-
-    Args:
-      name: of the primitive.
-      reference: a function of arrays and static, hashable keywords; returns a sequence.
-      platforms: by platform, a function that computes the same.
-      types: a function of the same arguments that returns the shapes and dtypes of the
-        results.
-      drop_unused: a function `(used, **static)` of which results are used. It returns
-        which are kept, and the keywords of the call that computes only these.
-
-    Returns:
-      The primitive, which has multiple results.
-    """
-
-    def jvp(primals, tangents, **static):
-        moved = [k for k, t in enumerate(tangents) if not isinstance(t, _ad.Zero)]
-
-        def fun(*some):
-            args = list(primals)
-            for k, x in zip(moved, some):
-                args[k] = x
-            return list(reference(*args, **static))
-
-        some = [primals[k] for k in moved]
-        outs, changes = jax.jvp(fun, some, [tangents[k] for k in moved])
-        zeros = (
-            _ad.Zero(jax.typeof(out).to_tangent_aval())
-            if change.dtype == jax.dtypes.float0
-            else change
-            for out, change in zip(outs, changes)
-        )
-        return outs, list(zeros)
-
-    def batch(args, dims, **static):
+        if batch is not None:
+            return batch(p.bind, args, dims, **static), 0
         fun = functools.partial(reference, **static)
-        outs = jax.vmap(fun, in_axes=tuple(dims))(*args)
-        return list(outs), [0] * len(outs)
-
-    p = _primitive(
-        name,
-        reference,
-        platforms,
-        types,
-        multiple_results=True,
-        one_device=True,
-    )
-    _ad.primitive_jvps[p] = jvp
-    _batching.primitive_batchers[p] = batch
+        outs = as_list(jax.vmap(fun, in_axes=tuple(dims))(*args))
+        return (outs, [0] * len(outs)) if multiple_results else (outs[0], 0)
 
     def dce(used, *args):
         eqn = args[-1]  # after the inputs that are live, on jax 0.12
         if not any(used):
             return [False] * len(eqn.invars), None
+        assert drop_unused is not None
         kept, params = drop_unused(used, **eqn.params)
         outs = [v for v, is_kept in zip(eqn.outvars, kept) if is_kept]
         eqn = eqn.replace(params=params, outvars=outs)
         return [True] * len(eqn.invars), eqn
 
+    p.def_abstract_eval(abstract)
+    _ad.primitive_jvps[p] = jvp_of_reference if transposes is None else jvp
+    _batching.primitive_batchers[p] = batched
+    if transposes is not None:
+        _ad.primitive_transposes[p] = transpose
     if drop_unused is not None:
         _partial_eval.dce_rules[p] = dce
+    rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
+    everywhere = rule(reference)
+    _mlir.register_lowering(p, everywhere)
+    for platform, function in platforms.items():
+        lowering = rule(function)
+        if multiple_results:
+            lowering = _on_one_device(lowering, everywhere)
+        _mlir.register_lowering(p, lowering, platform=platform)
     return p
 
 
@@ -447,48 +406,6 @@ def eval_in_own_mesh(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]
             outs = bind(eqn, [read(v) for v in eqn.invars])
         env.update(zip(eqn.outvars, outs))
     return [read(v) for v in jaxpr.outvars]
-
-
-def _primitive(
-    name: str,
-    reference: Callable[..., Any],
-    platforms: Mapping[str, Callable[..., Any]],
-    types: Callable[..., Sequence[tuple[Any, Any]]] | None = None,
-    *,
-    multiple_results: bool = False,
-    one_device: bool = False,
-) -> Any:
-    """A primitive whose platform is chosen when a program is lowered.
-
-    Jaxprs therefore have no branch over platforms. If `one_device`, the lowerings of
-    `platforms` serve programs of one device only. `types` gives the shapes and dtypes
-    of the results. Without `types`, or if the types of the arguments have a mesh,
-    `reference` is traced to find them.
-    """
-    p = Primitive(name)
-    p.multiple_results = multiple_results
-    p.def_impl(functools.partial(_dispatch.apply_primitive, p))
-
-    def abstract(*avals, **static):
-        # Types may say more than shape and dtype: how a mesh lays an array out.
-        if types is not None and (one_device or not any(map(has_mesh, avals))):
-            outs = [_core.ShapedArray(*spec) for spec in types(*avals, **static)]
-        else:
-            program = jax.make_jaxpr(functools.partial(reference, **static))(*avals)
-            outvars = open_jaxpr(program)[0].outvars
-            outs = [v.aval.update(weak_type=False) for v in outvars]
-        return outs if multiple_results else outs[0]
-
-    p.def_abstract_eval(abstract)
-    rule = functools.partial(_mlir.lower_fun, multiple_results=multiple_results)
-    everywhere = rule(reference)
-    _mlir.register_lowering(p, everywhere)
-    for platform, lowering in platforms.items():
-        own = rule(lowering)
-        if one_device:
-            own = _on_one_device(own, everywhere)
-        _mlir.register_lowering(p, own, platform=platform)
-    return p
 
 
 def _on_one_device(own: Any, otherwise: Any) -> Any:

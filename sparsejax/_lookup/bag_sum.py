@@ -205,28 +205,33 @@ def _join_examples(
     return ids, bags, *weights
 
 
-bag_sum_p = _compat.multilinear_primitive(
+bag_sum_p = _compat.primitive(
     "bag_sum",
     xla.bag_sum,
     {"cpu": cpu.bag_sum},
-    {0: _table_transpose, 2: _weights_transpose, 3: _weights_transpose},
-    _batch,
+    transposes={0: _table_transpose, 2: _weights_transpose, 3: _weights_transpose},
+    batch=_batch,
 )
 
 # The transpose of `bag_sum`: adds the cotangent of each bag to the bag's rows.
-_add_bags_p = _compat.multilinear_primitive(
+_add_bags_p = _compat.primitive(
     "add_bags",
     xla.add_bags,
     {"cuda": cuda.add_bags},
-    {0: _sums_transpose, 2: _sums_weights_transpose, 3: _sums_weights_transpose},
-    lambda _, args, axes, **static: jax.vmap(
+    transposes={
+        0: _sums_transpose,
+        2: _sums_weights_transpose,
+        3: _sums_weights_transpose,
+    },
+    batch=lambda _, args, axes, **static: jax.vmap(
         functools.partial(xla.add_bags, **static), in_axes=tuple(axes)
     )(*args),
 )
 
-_bags_with_p = _compat.platform_primitive(
+_bags_with_p = _compat.primitive(
     "bags_with",
     xla.bags_with,
     {"cpu": cpu.bags_with},
-    lambda *_, num_bags, **static: [((num_bags,), jnp.bool_)],
+    types=lambda *_, num_bags, **static: [((num_bags,), jnp.bool_)],
+    multiple_results=True,
 )

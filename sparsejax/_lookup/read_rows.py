@@ -7,11 +7,11 @@ from sparsejax import _arguments, _compat
 from sparsejax._lookup.lowerings import cpu, xla
 
 
-read_rows_p = _compat.linear_primitive(
+read_rows_p = _compat.primitive(
     "read_rows",
     xla.read_rows,
     {"cpu": cpu.read_rows},
-    lambda table, ids, fill: [(ids.shape + table.shape[1:], table.dtype)],
+    types=lambda table, ids, fill: [(ids.shape + table.shape[1:], table.dtype)],
 )
 
 

@@ -51,8 +51,12 @@ def _plan_types(rows, *, height, capacity):
     return [*plan, ((), jnp.int32)]
 
 
-_merge_plan_p = _compat.platform_primitive(
-    "merge_plan", _merge_plan, {"cuda": merge_cuda.merge_plan}, _plan_types
+_merge_plan_p = _compat.primitive(
+    "merge_plan",
+    _merge_plan,
+    {"cuda": merge_cuda.merge_plan},
+    types=_plan_types,
+    multiple_results=True,
 )
 
 
@@ -90,8 +94,12 @@ def _coalesce_types(rows, values, *, height, capacity):
     return [((capacity,), rows.dtype), (summed, values.dtype), ((), jnp.int32)]
 
 
-_coalesce_p = _compat.platform_primitive(
-    "coalesce", _coalesce, {"cuda": merge_cuda.coalesce}, _coalesce_types
+_coalesce_p = _compat.primitive(
+    "coalesce",
+    _coalesce,
+    {"cuda": merge_cuda.coalesce},
+    types=_coalesce_types,
+    multiple_results=True,
 )
 
 

@@ -71,8 +71,12 @@ def _times_one(values, *others):
     return [values * one.astype(values.dtype)]
 
 
-_order_after_p = _compat.platform_primitive(
-    "order_after", _identity, {"cpu": _times_one}, lambda x, *_: [(x.shape, x.dtype)]
+_order_after_p = _compat.primitive(
+    "order_after",
+    _identity,
+    {"cpu": _times_one},
+    types=lambda x, *_: [(x.shape, x.dtype)],
+    multiple_results=True,
 )
 
 

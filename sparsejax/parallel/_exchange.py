@@ -355,12 +355,14 @@ def _send_narrow_vmap(bind, args, axes, **static):
 
 
 # Its own transpose. JAX has no derivative of the bits of a number.
-_send_narrow_p = _compat.multilinear_primitive(
+_send_narrow_p = _compat.primitive(
     "send_rows",
     _send_narrow,
     {},
-    {0: lambda cotangent, like, _, **static: _send_narrow_p.bind(cotangent, **static)},
-    _send_narrow_vmap,
+    transposes={
+        0: lambda cotangent, like, _, **static: _send_narrow_p.bind(cotangent, **static)
+    },
+    batch=_send_narrow_vmap,
 )
 
 
@@ -551,11 +553,19 @@ def _add_vmap(bind, args, axes, *, batched, **static):
     return bind(*args, batched=(True, *batched), **static)
 
 
-read_rows_p = _compat.multilinear_primitive(
-    "read_sharded_rows", _batched_read, {}, {0: _read_transpose}, _read_vmap
+read_rows_p = _compat.primitive(
+    "read_sharded_rows",
+    _batched_read,
+    {},
+    transposes={0: _read_transpose},
+    batch=_read_vmap,
 )
-add_rows_p = _compat.multilinear_primitive(
-    "add_sharded_rows", _batched_add, {}, {0: _add_transpose}, _add_vmap
+add_rows_p = _compat.primitive(
+    "add_sharded_rows",
+    _batched_add,
+    {},
+    transposes={0: _add_transpose},
+    batch=_add_vmap,
 )
 
 

@@ -302,11 +302,11 @@ def _drop_batch(bind, args, axes):
     return bind(*indexing.batch_in_front(args, axes))
 
 
-_drop_cotangents_p = _compat.multilinear_primitive(
+_drop_cotangents_p = _compat.primitive(
     "drop_cotangents",
     lambda x, keep: x,
     {},
-    {0: _drop_transpose},
-    _drop_batch,
+    transposes={0: _drop_transpose},
+    batch=_drop_batch,
     types=lambda x, keep: [(x.shape, x.dtype)],
 )

@@ -166,10 +166,10 @@ def _ids(kind, dtype, shift=0):
 
 # -- reads -----------------------------------------------------------------------------
 
-ROWS_READ = _compat.linear_primitive(
+ROWS_READ = _compat.primitive(
     "fuzz_rows", lambda table, ids: 2 * jnp.take(table, ids, axis=0, mode="clip"), {}
 )
-DOUBLED = _compat.linear_primitive("fuzz_doubled", lambda x: x + x, {})
+DOUBLED = _compat.primitive("fuzz_doubled", lambda x: x + x, {})
 
 
 @sj.extend.register_rule(ROWS_READ)

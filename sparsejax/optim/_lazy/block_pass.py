@@ -439,19 +439,25 @@ def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
     return out
 
 
-_merge_rows_p = _compat.platform_primitive(
+_merge_rows_p = _compat.primitive(
     "merge_rows",
     _one_by_one(_merge_by_sorting),
     {"cpu": _one_by_one(_merge_by_hashing), "cuda": _merge_on_cuda},
-    _merge_types,
+    types=_merge_types,
+    multiple_results=True,
 )
-_update_rows_p = _compat.platform_primitive(
+_update_rows_p = _compat.primitive(
     "update_rows",
     _update_at_once,
     {"cpu": _update_by_blocks},
-    _update_types,
-    _write_only_used,
+    types=_update_types,
+    multiple_results=True,
+    drop_unused=_write_only_used,
 )
-_reduce_rows_p = _compat.platform_primitive(
-    "reduce_rows", _reduce_at_once, {"cpu": _reduce_by_blocks}, _reduce_types
+_reduce_rows_p = _compat.primitive(
+    "reduce_rows",
+    _reduce_at_once,
+    {"cpu": _reduce_by_blocks},
+    types=_reduce_types,
+    multiple_results=True,
 )
