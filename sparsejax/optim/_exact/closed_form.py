@@ -36,8 +36,8 @@ b_m^-t. And log D has to be the unevaluated sum of two floats, because `advance`
 differences of it, which must stay accurate however long the training runs.
 
 **Evaluating F_t.** The terms of the sum decay like r^j with r = b_m / sqrt(b_v). It is
-cut off after K = log(TAIL) / log(r) terms (176 for Adam's defaults). The optimizer
-itself computes these K steps, all in one batch, on a few probe coordinates.
+cut off after K = log(TAIL) / log(r) terms (176 for Adam's defaults). The c_t of these K
+steps are computed in one batch, by the program of a step (see `zero_gradient`).
 
 **F_t as a function of v.** With y = sqrt(v), b_v^(j-1) absorbed into a_j,
 sigma = eps / a for a mean a of the a_j, and u = y / (y + sigma), which is in [0, 1],
@@ -126,6 +126,8 @@ def displacement_coefficients(
       t as two floats, and the next term. With a second moment: sigma. Then for each
       first moment the coefficients of F (y + sigma), a polynomial in 2 u - 1.
     """
+    if not recurrence.num_coefficients:
+        return jnp.zeros(0, step.dtype)
     powers = _powers_of_ratios(recurrence, step.dtype)
     nodes = roots = _chebyshev_nodes(recurrence)
     sigma = None

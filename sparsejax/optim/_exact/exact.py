@@ -4,7 +4,7 @@ A dense optimizer moves every row at every step: momentum carries the row on, Ad
 moments decay, weight decay shrinks it. `lazy` does none of this to rows without a
 gradient, so it is another algorithm. `exact` postpones it: for each row it keeps the
 step of its last update, and brings the row up to date before it is read. `closed_form`
-has the formulas, `identify` finds the recurrence of a row without a gradient.
+has the formulas, `zero_gradient` reads the step of a row without a gradient.
 
 For each table the state keeps last-update records (see `catch_up`): for each row the
 step that its weights are of, the step that its moments are of, and a short vector F,

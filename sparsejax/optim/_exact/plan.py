@@ -6,6 +6,7 @@ factors as a function of the second moment) come from running that step.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -60,15 +61,10 @@ class Plan(NamedTuple):
         for k, (i, recurrence) in enumerate(self.recurrences.items()):
             step = self.steps[i]
             if step.key not in by_step:
-                by_step[step.key] = (
-                    closed_form.displacement_coefficients(
-                        step,
-                        recurrence,
-                        [jnp.asarray(leaves[j]) for j in step.shared],
-                        None if now is None else now[k],
-                    )
-                    if recurrence.num_coefficients
-                    else jnp.zeros(0, step.dtype)
+                shared = [jnp.asarray(leaves[j]) for j in step.shared]
+                previous = None if now is None else now[k]
+                by_step[step.key] = closed_form.displacement_coefficients(
+                    step, recurrence, shared, previous
                 )
         return [by_step[self.steps[i].key] for i in self.recurrences]
 
@@ -167,6 +163,7 @@ def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Pl
                     by_step[step.key] = find_recurrence(step)
                 recurrences[i] = by_step[step.key]._replace(leaves=leaves)
             except NotByRows as fault:
+                fault.path = fault.path or (steps[i].path if i in steps else ())
                 refused[i] = str(separability.reason(tx, fault))
     return Plan(recurrences, steps, refused, verdict.owners, verdict.state)
 
@@ -184,33 +181,32 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     run = jax.vmap(jax.vmap(run, (None, 0)), (0, None))
     decay, _, left, zeros = _evaluate(run, COUNTS, SQUARES)
     if any(np.any(x != 0) for x in zeros):
-        raise NotByRows(
-            "a step without gradient moves weights and moments that are 0", step.path
-        )
+        raise NotByRows("a step without gradient moves weights and moments of 0")
     left = [x[:, 0] for x in left]
     ratios = tuple(float(x[0]) for x in left)
     for k, (x, ratio) in enumerate(zip(left, ratios)):
         if not 0 <= ratio <= 1 or np.any(x != x[0]):
             raise NotByRows(
                 f"a step without gradient multiplies its state {step.names[k]} by "
-                f"{min(x):.3g} to {max(x):.3g}, not by a constant factor up to 1",
-                step.path,
+                f"{min(x):.3g} to {max(x):.3g}, not by a constant factor up to 1"
             )
     if not np.all(decay < 1):
-        raise NotByRows(
-            "a step without gradient decays its weights to nothing", step.path
-        )
+        raise NotByRows("a step without gradient decays its weights to nothing")
     recurrence = Recurrence(
         (), ratios, step.first_moments, step.second_moment, step.decays
     )
     if not step.first_moments:
         return recurrence
-    steps = closed_form.horizon(_slowest(step, ratios, float(np.max(decay))))
+    # The ratio of the terms of F; while weights shrink, a later term counts for more.
+    slowest = max(ratios[k] for k in step.first_moments) / (1 - np.max(decay))
+    if step.second_moment is not None:
+        slowest /= max(ratios[step.second_moment], 1e-30) ** 0.5
+    steps = closed_form.horizon(slowest) if slowest < 1 else math.inf
     if steps > MAX_HORIZON:
         raise NotByRows(
-            f"its momentum fades too slowly: {steps} steps would have to be replayed, "
-            f"but the limit is {MAX_HORIZON}",
-            step.path,
+            f"its momentum fades too slowly: a step multiplies it by {slowest:.6g} "
+            "(relative to the weights, and to the root that divides it), so "
+            f"{steps} steps would have to be replayed; the limit is {MAX_HORIZON}"
         )
     recurrence = recurrence._replace(horizon=steps)
     if step.second_moment is None:
@@ -223,25 +219,8 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     raise NotByRows(
         "its dependence on the second moment changes too much from step to step: "
         f"interpolation has a relative error of {bound:.1e}, more than "
-        f"{LARGEST_BOUND:g}",
-        step.path,
+        f"{LARGEST_BOUND:g}"
     )
-
-
-def _slowest(step: ZeroGradientStep, ratios: Sequence[float], decay: float) -> float:
-    """The ratio of the terms of F."""
-    slowest = max(ratios[k] for k in step.first_moments)
-    if step.second_moment is not None:
-        slowest /= max(ratios[step.second_moment], 1e-30) ** 0.5
-    # Weights shrink meanwhile, so a later term counts for more.
-    slowest /= max(1 - decay, 1e-30)
-    if slowest >= 1:
-        raise NotByRows(
-            "its momentum does not fade while a row gets no gradient (or not faster "
-            "than the second moment that divides it and the weights)",
-            step.path,
-        )
-    return slowest
 
 
 def _factors(
@@ -269,15 +248,13 @@ def _factors(
             if not np.all(np.isfinite(near)):
                 raise NotByRows(
                     "it divides by the root of a moment with nothing added: eps must "
-                    "not be 0",
-                    step.path,
+                    "not be 0"
                 )
             # g / (a y + eps) at the roots y.
             fitted = 1 / (1 / near[:, None] + ROOTS / far[:, None])
             if not np.all(np.abs(factors - fitted) <= tolerance * fitted):
                 raise NotByRows(
-                    "it does not divide by the root of a moment plus a constant",
-                    step.path,
+                    "it does not divide by the root of a moment plus a constant"
                 )
             near, far = near * grown, far * grown
             cases.append((near, near / far * (far.sum() / near.sum())))

@@ -185,88 +185,38 @@ class Program:
         jaxpr, consts, inputs = _only(self.numbers, outputs)
         shared = [k for k in self.shared if self.start + k in inputs]
         known = [*(self.start + k for k in shared), *own]
-        others = {v for v, j in zip(jaxpr.invars, inputs) if j not in known}
+        others = [v for v, j in zip(jaxpr.invars, inputs) if j not in known]
         if others:
-            read = [x for x in jaxpr.eqns if not others.isdisjoint(_variables(x))]
             raise NotByRows(
                 "a step without gradient depends on gradients, on other rows or "
                 "coordinates, or on a function that is not smooth",
-                read[:1],
+                [
+                    x
+                    for x in jaxpr.eqns
+                    if any(v is w for v in x.invars for w in others)
+                ][:1],
             )
-        types, n, count = [self.types[j] for j in known], len(shared), len(own)
-        dtypes = tuple(t.dtype for t in types[n:])
+        types = [self.types[j] for j in known]
 
-        def results(values, changed):
-            values = dict(zip(known, values)) | changed
+        def results(*values):
+            values = dict(zip(known, values))
             return _compat.eval_jaxpr(jaxpr, consts, *(values[j] for j in inputs))
-
-        def slopes(*values):
-            """The derivatives of all results, by the weight and by each moment."""
-
-            def along(j, x):
-                function = lambda x: results(values, {j: x})
-                return jax.jvp(function, [x], [jnp.ones_like(x)])[1]
-
-            return [along(j, x) for j, x in zip(own, values[n:])]
-
-        flat = lambda *values: sum(slopes(*values), [])
-        all_slopes = _compat.trace(flat, *types)
-
-        def needs(result):  # which of `own`, by their places there
-            used = [inputs[j] for j in _only((jaxpr, consts), [result])[2]]
-            return {own.index(j) for j in used if j in own}
-
-        def bends(place, result):  # what the derivative by one of them needs
-            used = _only(all_slopes, [place * count + result])[2]
-            return {j - n for j in used if j >= n}
 
         paths = tuple(self.of.paths[k] for k in moments)
         names = ["its weights", *(f"its state {path}" for path in paths)]
-        for place in range(1, count):
-            if needs(place) - {place} or bends(place, place):
-                raise NotByRows(
-                    f"a step without gradient does not multiply {names[place]} by a "
-                    "constant factor",
-                    jaxpr.eqns[:1],
-                )
-        moving = needs(0)
-        curved = {place for place in moving if place in bends(place, 0)}
-        linear = sorted(moving - curved)
-        if len(curved) > 1 or any(
-            bends(place, 0) - (curved if place else set()) for place in linear
-        ):
-            among = " and ".join(names[place] for place in sorted(moving))
-            why = f"a step without gradient is not linear in {among}"
-            raise NotByRows(why, jaxpr.eqns[:1])
-        second = next(iter(curved), None)
-        first = [place for place in linear if place]
-
-        def program(*values):
-            at = [*values[:n], *(jnp.ones((), dtype) for dtype in dtypes)]
-            zeros = {j: jnp.zeros((), dtype) for j, dtype in zip(own, dtypes)}
-            but_second = dict(zeros)
-            if second is not None:
-                at[n + second] = values[n]
-                del but_second[own[second]]
-            by = slopes(*at)
-            return [
-                -by[0][0],
-                *(-by[place][0] for place in first),
-                *(by[place][place] for place in range(1, count)),
-                results(at, but_second)[0],
-                *results(at, zeros)[1:],
-            ]
-
-        v = [] if second is None else [types[n + second]]
+        try:
+            program, first, second, decays = _factors(results, types, names)
+        except NotByRows as fault:
+            raise NotByRows(fault.why, jaxpr.eqns[:1]) from None
         return ZeroGradientStep(
-            program=_compat.trace(program, *types[:n], *v),
+            program=program,
             shared=tuple(shared),
             later=tuple(map(self._later, shared)),
             fresh=tuple(self.fresh[k] for k in shared),
             first_moments=tuple(place - 1 for place in first),
             second_moment=None if second is None else second - 1,
-            decays=0 in moving,
-            dtypes=dtypes,
+            decays=decays,
+            dtypes=tuple(t.dtype for t in types[len(shared) :]),
             names=paths,
             path=jaxpr.eqns[:1],
         )
@@ -275,24 +225,87 @@ class Program:
         """A function of a shared leaf and a number of steps: its value after them."""
         if k in self.later:
             return self.later[k]
-        leaf, own = self.of.state[k], self.start + k
+        leaf, path = self.of.state[k], self.of.paths[k]
         jaxpr, consts, inputs = _only(self.program, [len(self.of.tables) + k])
-        if not set(inputs) <= {own} or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-            raise NotByRows(f"its state {self.of.paths[k]} depends on more than itself")
+        if not inputs:
+            (after,) = _compat.eval_jaxpr(jaxpr, consts)
+            self.later[k] = lambda x, ahead: jnp.where(ahead > 0, after, x)
+            return self.later[k]
+        if inputs != [self.start + k] or leaf.dtype.kind not in "biuf":
+            raise NotByRows(f"its state {path} depends on more than itself")
         values = _tried(leaf)
-        after = lambda x: _compat.eval_jaxpr(jaxpr, consts, *([x] if inputs else []))[0]
-        new = np.asarray(jax.jit(jax.vmap(after))(values))
+        next_of = lambda x: _compat.eval_jaxpr(jaxpr, consts, x)[0]
+        new = np.asarray(jax.jit(jax.vmap(next_of))(values))
         if np.array_equal(new, values):
-            later = lambda x, ahead: x
+            self.later[k] = lambda x, ahead: x
         elif np.array_equal(new, values + np.ones((), leaf.dtype)):
-            later = lambda x, ahead: x + jnp.asarray(ahead).astype(x.dtype)
-        elif np.all(new == new[0]):
-            later = lambda x, ahead: jnp.where(ahead > 0, new[0], x)
+            self.later[k] = lambda x, ahead: x + jnp.asarray(ahead).astype(x.dtype)
         else:
-            why = "is neither a constant nor a count of steps"
-            raise NotByRows(f"its state {self.of.paths[k]} {why}")
-        self.later[k] = later
-        return later
+            raise NotByRows(f"its state {path} is not a constant, nor a count of steps")
+        return self.later[k]
+
+
+def _factors(
+    results: Callable[..., list[Any]], types: Sequence[Any], names: Sequence[str]
+) -> tuple[Any, list[int], int | None, bool]:
+    """The program of a `ZeroGradientStep`, first moments, second moment, and decay.
+
+    Args:
+      results: the update and the new moments, from shared state, weight and moments.
+      types: of these arguments.
+      names: of weight and moments. A place is an index into them, and into the results.
+    """
+    count = len(names)
+    n = len(types) - count
+
+    def slopes(*values):
+        """The derivatives of all results, by the weight and by each moment."""
+
+        def along(j):
+            function = lambda x: results(*values[:j], x, *values[j + 1 :])
+            return jax.jvp(function, [values[j]], [jnp.ones_like(values[j])])[1]
+
+        return [along(j) for j in range(n, n + count)]
+
+    all_results = _compat.trace(lambda *values: results(*values), *types)
+    all_slopes = _compat.trace(lambda *values: sum(slopes(*values), []), *types)
+
+    def needs(program, output):
+        """The places that an output depends on."""
+        return {j - n for j in _only(program, [output])[2] if j >= n}
+
+    for place in range(1, count):
+        bends = needs(all_slopes, place * count + place)
+        if needs(all_results, place) - {place} or bends:
+            why = f"does not multiply {names[place]} by a constant factor"
+            raise NotByRows(f"a step without gradient {why}")
+    bends = {k: needs(all_slopes, k * count) for k in needs(all_results, 0)}
+    curved = {place for place in bends if place in bends[place]}
+    linear = sorted(bends.keys() - curved)
+    if len(curved) > 1 or any(bends[k] - (curved if k else set()) for k in linear):
+        among = " and ".join(names[place] for place in sorted(bends))
+        raise NotByRows(f"a step without gradient is not linear in {among}")
+    second = next(iter(curved), None)
+    first = [place for place in linear if place]
+
+    def program(*values):
+        shared, v = values[:n], values[n:]
+        ones, zeros, but_v = (
+            [np.full((), x, t.dtype) for t in types[n:]] for x in (1, 0, 0)
+        )
+        if second is not None:
+            (ones[second],) = (but_v[second],) = v
+        by = slopes(*shared, *ones)
+        return [
+            -by[0][0],
+            *(-by[place][0] for place in first),
+            *(by[place][place] for place in range(1, count)),
+            results(*shared, *but_v)[0],
+            *results(*shared, *zeros)[1:],
+        ]
+
+    v = [] if second is None else [types[n + second]]
+    return _compat.trace(program, *types[:n], *v), first, second, 0 in bends
 
 
 def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[int]]:
@@ -301,11 +314,6 @@ def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[in
     wanted = [k in outputs for k in range(len(jaxpr.outvars))]
     jaxpr, consts, used = _compat.only_needed(jaxpr, consts, wanted)
     return jaxpr, consts, [j for j, is_used in enumerate(used) if is_used]
-
-
-def _variables(eqn: Any) -> list[Any]:
-    """The inputs of an equation that are not literals."""
-    return [v for v in eqn.invars if not isinstance(v, _compat.Literal)]
 
 
 def _tried(leaf: Any) -> np.ndarray:
