@@ -47,7 +47,6 @@ _CHUNK = 4096  # new keys inserted per turn of a loop
 _WINDOW = 4096  # the least number of rows searched for victims
 _DEPTH = 4  # cells per key in the sketch
 _MAX_SIGHTINGS = 255  # the largest count of a cell, which is in its low 8 bits
-_MAX_ROWS = 1 << 29
 _STATIC = {"static": True}  # the metadata of a field that is not an array
 
 
@@ -169,11 +168,8 @@ class HashIndex:
         capacity = _arguments.static_int(
             "capacity", capacity, 1, " It is the number of rows of the table."
         )
-        if capacity > _MAX_ROWS:
-            raise ValueError(
-                f"capacity must be at most {_MAX_ROWS}, got {capacity}. Split the keys "
-                "by HashIndex.owners, with an index for each part."
-            )
+        if capacity > 1 << 29:  # twice as many slots need 32 bits
+            raise ValueError(f"capacity must be at most {1 << 29}, got {capacity}.")
         if key_bits not in (32, 64):
             raise ValueError(
                 f"key_bits must be 32 or 64, got {_arguments.show(key_bits)}. Hash "

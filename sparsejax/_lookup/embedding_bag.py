@@ -129,7 +129,6 @@ def embedding_bag(
         raise TypeError(
             "table must be numeric, got bool. Cast it with .astype(jnp.int32)."
         )
-    lookup.check_order(table, ids)
     mode = lookup.check_mode(mode)
     max_norm = lookup.check_max_norm(max_norm, table.dtype)
     combiner = check_combiner(combiner)

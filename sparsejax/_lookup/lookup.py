@@ -105,7 +105,6 @@ def lookup(
       `tf.nn.embedding_lookup` (`max_norm`); Caffe2, `Gather`.
     """
     table = as_table(table)
-    check_order(table, ids)
     ids = _arguments.as_integers(ids)
     mode = check_mode(mode)
     padding = padding_mask(ids, padding_id)
@@ -117,18 +116,6 @@ def lookup(
 
 # ------------------------------------------------------------------ checks
 # Shared with `embedding_bag` and the layers.
-
-
-def check_order(table: Any, ids: Any) -> None:
-    """Raises a TypeError if ids and table are swapped."""
-    # Only an array's dtype is NumPy's: a column of polars has a type of its own.
-    if _arguments.is_array(ids) and jnp.issubdtype(ids.dtype, jnp.floating):
-        if jnp.issubdtype(table.dtype, jnp.integer):
-            raise TypeError(
-                "ids must be integers and the table comes first, got table "
-                f"{_arguments.show_spec(table)} and ids {_arguments.show_spec(ids)}. "
-                "Pass the table first."
-            )
 
 
 def check_mode(mode: Any) -> str:

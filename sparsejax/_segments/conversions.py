@@ -62,15 +62,15 @@ def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.
         total = _arguments.static_int("total", total)
     if isinstance(lengths, np.ndarray):
         need = int(lengths.sum())
-        if total is not None and total < need:
+        total = need if total is None else total
+        if total < need:
             raise ValueError(
-                f"the lengths sum to {need}, more than total={total}. Pass "
+                f"The lengths sum to {need}, more than total={total}. Pass "
                 f"total={need} or more, or omit it."
             )
-        total = need if total is None else total
     elif total is None:
         raise ValueError(
-            "inside jit the sum of lengths is unknown, but the result needs a static "
+            "Inside jit the sum of lengths is unknown, but the result needs a static "
             "size. Pass total, a static int that is at least this sum."
         )
     return jnp.asarray(segment_ids_of(lengths, total))
@@ -136,8 +136,7 @@ def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
     References:
       Caffe2, `LengthsToOffsets` with `include_last_offset`; the row pointers of CSR.
     """
-    known = as_lengths(lengths)
-    return _offsets_of(known, _index_dtype(lengths))
+    return jnp.asarray(_offsets_of(as_lengths(lengths), _index_dtype(lengths)))
 
 
 def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
@@ -161,9 +160,7 @@ def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
       Array([1, 3, 0, 2], dtype=int32)
     """
     known = as_offsets(offsets, from_zero=False)
-    if isinstance(known, np.ndarray):
-        return jnp.asarray(np.diff(known).astype(_index_dtype(offsets)))
-    return jnp.diff(known)
+    return jnp.asarray((known[1:] - known[:-1]).astype(_index_dtype(offsets)))
 
 
 def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
@@ -187,8 +184,8 @@ def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
       Caffe2, `LengthsToRanges`.
     """
     known, dtype = as_lengths(lengths), _index_dtype(lengths)
-    offsets = _offsets_of(known, dtype)
-    return jnp.stack([offsets[:-1], jnp.asarray(known.astype(dtype))], axis=1)
+    begins = _offsets_of(known, dtype)[:-1]
+    return jnp.stack([jnp.asarray(begins), jnp.asarray(known.astype(dtype))], axis=1)
 
 
 def segment_ids_to_ranges(
@@ -222,17 +219,17 @@ def segment_ids_to_ranges(
       Caffe2, `SegmentIdsToRanges`.
     """
     ids, num_segments = _ids_and_count(segment_ids, num_segments)
+    numbers = np.arange(num_segments + 1, dtype=_arguments.index_dtype(num_segments))
     if isinstance(ids, np.ndarray):
         check_sorted(ids, "Sort them first, since ranges are contiguous.")
-        offsets = np.searchsorted(ids, np.arange(num_segments + 1))
-        lengths = np.diff(offsets)
-        begins = np.where(offsets[:-1] == offsets[-1], 0, offsets[:-1])
-        return jnp.asarray(np.stack([begins, lengths], axis=1).astype(np.int32))
-    numbers = jnp.arange(num_segments + 1, dtype=_arguments.index_dtype(num_segments))
-    offsets = indexing.search_sorted(ids, numbers.astype(ids.dtype))
-    begins = jnp.where(offsets[:-1] == offsets[-1], np.int32(0), offsets[:-1])
-    ranges = jnp.stack([begins, offsets[1:] - offsets[:-1]], axis=1)
-    return jnp.where(jnp.all(ids[1:] >= ids[:-1]), ranges, np.int32(-1))
+        xp, offsets = np, np.searchsorted(ids, numbers).astype(np.int32)
+    else:
+        xp, offsets = jnp, indexing.search_sorted(ids, numbers.astype(ids.dtype))
+    begins = xp.where(offsets[:-1] == offsets[-1], np.int32(0), offsets[:-1])
+    ranges = xp.stack([begins, offsets[1:] - offsets[:-1]], axis=1)
+    if xp is jnp:
+        ranges = jnp.where(jnp.all(ids[1:] >= ids[:-1]), ranges, np.int32(-1))
+    return jnp.asarray(ranges)
 
 
 # ------------------------------------------------------------------ checks
@@ -363,14 +360,13 @@ def _index_dtype(x: Any) -> Any:
     return np.dtype(np.int64 if itemsize > 4 and _arguments.x64_enabled() else np.int32)
 
 
-def _offsets_of(lengths: Any, dtype: Any) -> jax.Array:
-    if isinstance(lengths, np.ndarray):
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        if offsets[-1] > np.iinfo(dtype).max:
-            raise ValueError(
-                f"the lengths sum to {offsets[-1]}, which overflows int32. Set "
-                "jax_enable_x64, or split the data."
-            )
-        return jnp.asarray(offsets.astype(dtype))
-    ends = jnp.cumsum(lengths, dtype=dtype)
-    return jnp.concatenate([jnp.zeros((1,), dtype), ends])
+def _offsets_of(lengths: Any, dtype: Any) -> Any:
+    """Returns offsets `[K + 1]`, a NumPy array if the lengths are one."""
+    known = isinstance(lengths, np.ndarray)
+    if known and lengths.sum() > np.iinfo(dtype).max:
+        raise ValueError(
+            f"The lengths sum to {lengths.sum()}, which overflows int32. Set "
+            "jax_enable_x64, or split the data."
+        )
+    xp = np if known else jnp
+    return xp.pad(xp.cumsum(lengths, dtype=dtype), (1, 0))

@@ -8,6 +8,7 @@ import numpy as np
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, Scalar
+from sparsejax._rows import arithmetic
 from sparsejax._segments import elements
 from sparsejax.losses import _scores
 
@@ -80,7 +81,7 @@ def in_batch_softmax_loss(
             f"each query needs a candidate of its own, got {size} queries and {count} "
             "candidates. Row i of candidates belongs to row i of queries."
         )
-    scores = _scores.products("bd,cd->bc", queries, candidates)
+    scores = arithmetic.einsum("bd,cd->bc", queries, candidates)
     if isinstance(temperature, (int, float, np.number)) and not temperature > 0:
         found = _arguments.show(temperature)
         raise ValueError(f"temperature must be positive, got {found}.")

@@ -109,14 +109,6 @@ class NegativeSampler:
     distribution: str = dataclasses.field(default="uniform", metadata={"static": True})
     table: AliasTable | None = None
 
-    def __post_init__(self) -> None:
-        if self.distribution not in ("uniform", "log_uniform", "counts"):
-            raise ValueError(
-                "distribution must be 'uniform', 'log_uniform' or 'counts', got "
-                f"{repr(self.distribution)}. Use NegativeSampler.uniform(num_ids), "
-                ".log_uniform(num_ids) or .from_counts(counts)."
-            )
-
     # -- makers ------------------------------------------------------------------
 
     @classmethod

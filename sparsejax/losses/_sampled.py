@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
 from sparsejax._lookup import lookup
-from sparsejax._rows import Table, as_table
-from sparsejax.losses import _scores
+from sparsejax._rows import Table, arithmetic, as_table
 from sparsejax.losses._negatives import NegativeSampler, NegativeSamples
 
 
@@ -172,10 +171,10 @@ def _scores_of(
         labels = labels[..., None]
 
     # The gradients of the two reads become one SelectedRows.
-    right = _scores.products("...d,...td->...t", inputs, lookup.lookup(table, labels))
+    right = arithmetic.einsum("...d,...td->...t", inputs, lookup.lookup(table, labels))
     # If all examples share the negatives, their scores are one matrix product.
     subscripts = "...d,nd->...n" if ids.ndim == 1 else "...d,...nd->...n"
-    others = _scores.products(
+    others = arithmetic.einsum(
         subscripts, inputs, lookup.lookup(table, ids, padding_id=-1)
     )
     if bias is not None:

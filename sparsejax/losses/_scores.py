@@ -7,15 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._rows import indexing
-
-
-def products(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """`einsum` of two arrays of floats, accumulated in at least float32."""
-    dtype = indexing.promote(x.dtype, y.dtype)
-    wide = indexing.accumulator_dtype(dtype)
-    x, y = x.astype(dtype), y.astype(dtype)
-    return jnp.einsum(subscripts, x, y, preferred_element_type=wide)
 
 
 def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
