@@ -5,9 +5,8 @@ equation reads rows if it selects along the row axis and takes the whole content
 """
 
 import functools
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -60,30 +59,25 @@ def _gather_rule(
         widths=tuple(slice_sizes[axis] for axis in axes),
         mode=mode,
     )
-    batched = dict(zip(dims.operand_batching_dims, dims.start_indices_batching_dims))
-    others = [(d, k) for d, k in batched.items() if d not in axes]
     drop = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
     fill: Any = None
+    fill_of_read: bytes | None = None
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(ref.dtype) if fill_value is None else fill_value
         fill = np.array(fill, ref.dtype)[()]
-    if ids.size == math.prod(batch) and not others:
-        # Most gathers: a row for each id, [*batch, *content], with no axis to move.
-        ids, of_read = indexing.reshape(ids, batch), None
-        if fill is not None and not ref.steps and ref.has_all_rows:
+        if not ref.steps and ref.has_all_rows:
             # XLA fuses this fill with the read, and a fill after it often with nothing.
             # As bytes: NaN equals nothing, so that each call would compile again, and
             # zero of float16 equals zero of bfloat16.
-            drop, of_read, fill = True, fill.tobytes(), None
-        rows = ctx.read(ref, ids, valid, drop, of_read)
-    else:
-        mask = valid
-        if valid is not None:
-            mask = jnp.broadcast_to(indexing.append_axes(valid, ids.ndim), ids.shape)
-        rows = ctx.read(ref, ids, mask, drop)
-        # [*batch, *widths, *content] -> [*batch, *operand's axes]
-        rows = _move_axes(rows, len(batch), axes)
-        for d, k in others:
+            drop, fill_of_read, fill = True, fill.tobytes(), None
+    mask = valid
+    if valid is not None:
+        mask = jnp.broadcast_to(indexing.append_axes(valid, ids.ndim), ids.shape)
+    rows = ctx.read(ref, ids, mask, drop, fill_of_read)
+    # [*batch, *widths, *content] -> [*batch, *operand's axes]
+    rows = _move_axes(rows, len(batch), axes)
+    for d, k in zip(dims.operand_batching_dims, dims.start_indices_batching_dims):
+        if d not in axes:
             rows = _diagonal(rows, k, len(batch) + d)
     # Without the axes that are collapsed.
     gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
@@ -104,25 +98,13 @@ def _gather_rule(
 def _dynamic_slice_rule(
     ctx: RuleContext, ref: Any, *starts: Any, slice_sizes: Sequence[int], **_: Any
 ) -> Any:
-    if not _whole_rows(ref, slice_sizes):
-        return NotImplemented
-    if tuple(slice_sizes) == ref.shape:
-        return ref
-
-    def first(axis):
+    def places(axis):
         start = _arguments.as_ids(starts[axis], ref.height)
         last = _arguments.scalar(ref.shape[axis] - slice_sizes[axis], start)
-        return jnp.clip(start, _arguments.scalar(0, start), last)
+        start = jnp.clip(start, _arguments.scalar(0, start), last)
+        return start[None] + _steps(slice_sizes[axis], 1, start.dtype)
 
-    if _is_part(ref, slice_sizes):
-        stack_axis = ref.row_axes[0]
-        return ref.part(first(stack_axis), slice_sizes[stack_axis])
-    places = []
-    for axis in ref.row_axes:
-        start = first(axis)
-        places.append(start[None] + _steps(slice_sizes[axis], 1, start.dtype))
-    rows = ctx.read(ref, _row_numbers(places, _sizes(ref, places[0])), drop=False)
-    return _move_axes(rows, 0, ref.row_axes)
+    return _read_slice(ctx, ref, tuple(slice_sizes), places)
 
 
 @register_rule(p.slice_p)
@@ -131,18 +113,37 @@ def _slice_rule(
 ) -> Any:
     strides = strides or (1,) * ref.ndim
     taken = [range(*t) for t in zip(start_indices, limit_indices, strides)]
-    sizes = tuple(map(len, taken))
+    dtype = _arguments.index_dtype(ref.height)
+    places = lambda axis: jnp.asarray(taken[axis], dtype)
+    in_steps = ref.is_stack and strides[ref.row_axes[0]] != 1
+    return _read_slice(ctx, ref, tuple(map(len, taken)), places, in_steps)
+
+
+def _read_slice(
+    ctx: RuleContext,
+    ref: TableRef,
+    sizes: tuple[int, ...],
+    places: Callable[[int], jax.Array],
+    in_steps: bool = False,
+) -> Any:
+    """Reads a slice of a view; whole tables of a stack are a view.
+
+    Args:
+      ctx, ref: the context, and the view.
+      sizes: of the slice.
+      places: from an axis of rows to the places along it.
+      in_steps: True if the tables of a stack are not one after the other.
+    """
     if not _whole_rows(ref, sizes):
         return NotImplemented
     if sizes == ref.shape:
         return ref
-    stack_axis = ref.row_axes[0]
-    if _is_part(ref, sizes) and strides[stack_axis] == 1:
-        return ref.part(start_indices[stack_axis], sizes[stack_axis])
-    dtype = _arguments.index_dtype(ref.height)
-    places = [jnp.asarray(taken[axis], dtype) for axis in ref.row_axes]
-    rows = ctx.read(ref, _row_numbers(places, _sizes(ref, places[0])), drop=False)
-    return _move_axes(rows, 0, ref.row_axes)
+    first, *rest = ref.row_axes
+    if rest and sizes[rest[0]] == ref.shape[rest[0]] and sizes[first] and not in_steps:
+        return ref.part(places(first)[0], sizes[first])
+    of_axes = [places(axis) for axis in ref.row_axes]
+    ids = _row_numbers(of_axes, _sizes(ref, of_axes[0]))
+    return _move_axes(ctx.read(ref, ids, drop=False), 0, ref.row_axes)
 
 
 @register_rule(read_rows_p)
@@ -167,11 +168,6 @@ def _whole_rows(
 ) -> bool:
     rest = set(range(ref.ndim)) - {*ref.row_axes, *other_axes}
     return all(sizes[d] == ref.shape[d] for d in rest)
-
-
-def _is_part(ref: TableRef, sizes: Sequence[int]) -> bool:
-    """Returns True if a slice has whole tables of a stack."""
-    return ref.is_stack and sizes[ref.row_axes[1]] == ref.shape[ref.row_axes[1]]
 
 
 # Jitted so that JAX traces it once for tables of all heights.
