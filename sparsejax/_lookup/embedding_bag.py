@@ -89,7 +89,7 @@ def embedding_bag(
         combiners sum, mean and sqrtn.
       combiner: how a bag is reduced.
       mode: the row for an id out of range: `"fill"` (NaN), `"clip"`, `"zero"`,
-        `"raise"` or `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean.
+        `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean.
       padding_id: int, an id that does not count in any bag.
       max_norm: positive number, as in `sparsejax.lookup`.
       indices_are_sorted: bool, a promise that `segment_ids` ascend, which is faster.
@@ -105,7 +105,7 @@ def embedding_bag(
       ValueError: `combiner` or `mode` is unknown, `weights` are passed for a combiner
         that does not accept them, shapes do not match, or the bags are missing or
         passed twice.
-      checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside of
+      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
         `jit`.
 
     Example:

@@ -66,7 +66,7 @@ def lookup(
       mode: the result for an id out of range. `"fill"`: NaN; for non-float dtypes, the
         fill value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a
         SelectedRows does not store that row, the result is as with `"fill"`.)
-        `"zero"`: zeros. `"raise"` or `"error"`, two words for one mode: raises through
+        `"zero"`: zeros. `"error"`: raises through
         `jax.experimental.checkify`, immediately outside of `jit`; for a jitted
         function, write `jax.jit(checkify.checkify(f))`. The result is as with `"fill"`.
       padding_id: int, an id that reads zeros and gets no gradient in any mode. It can
@@ -86,8 +86,8 @@ def lookup(
         not a static int, `max_norm` is not a static number, or `max_norm` is passed
         with a table that is not floating point.
       ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
-        positive; or a program with mode `"raise"` is compiled without `checkify`.
-      checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside of
+        positive; or a program with mode `"error"` is compiled without `checkify`.
+      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
         `jit`.
 
     Example:

@@ -56,7 +56,7 @@ class DataLoader:
         `repr(loader)` shows the choice. For several columns, pass a tuple or dict in
         the structure of the items, with "auto", an int or None for each; for nested
         rows, a tuple of ints, outermost first.
-      overflow: "raise" or "error" raises before the first batch of an epoch in which a
+      overflow: "error" raises before the first batch of an epoch in which a
         batch does not fit. "spill" adds a second capacity that fits every batch: the
         step compiles at most twice, and "auto" lets about one batch in a thousand
         spill.

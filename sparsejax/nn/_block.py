@@ -8,7 +8,7 @@ dense `params`. The gradient of a table has the same rows, and the driver pushes
 Invariant: `row_ids` runs on the host, outside of `jit`; `sparse_forward` is a pure
 function that runs inside `jit`. They share only the inputs, so `sparse_forward` must
 read only what `row_ids` returned. Using a table that was not pulled raises
-`NotPulledError`; a row that was not pulled reads NaN, or raises under `mode="raise"`.
+`NotPulledError`; a row that was not pulled reads NaN, or raises under `mode="error"`.
 
 A table may also be a whole array. The block is then an ordinary model; the tests
 compare against it.
@@ -37,7 +37,7 @@ class NotPulledError(KeyError):
 
     Raised when `sparse_forward` is traced, before anything is computed. It concerns
     whole tables: if a table was pulled but a row was not, that row reads NaN, or raises
-    under `mode="raise"`.
+    under `mode="error"`.
 
     Args:
       message: the table, the block, the tables that were pulled, and what to do.

@@ -171,7 +171,7 @@ class EmbeddingCollection:
         Raises:
           TypeError, ValueError: `params` do not match this layer, a feature is unknown,
             or ids or weights have the wrong type or shape.
-          checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside
+          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
             of `jit`.
         """
         arrays = self._arrays(params)

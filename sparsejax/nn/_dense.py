@@ -45,7 +45,7 @@ class Dense:
         False always gives a dense gradient.
       mode: what a column of CSR reads. `"drop"`: nothing if it is outside `[0, C)`, and
         NaN if the kernel is a SelectedRows that does not store its row. Or a mode of
-        `sparsejax.lookup`, for both: `"fill"` (NaN), `"clip"`, `"zero"`, `"raise"` or
+        `sparsejax.lookup`, for both: `"fill"` (NaN), `"clip"`, `"zero"` or
         `"error"`.
 
     Raises:

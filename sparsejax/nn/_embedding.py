@@ -167,7 +167,7 @@ class Embedding(TableLayer):
       max_norm: positive number; rows of larger norm are scaled down to it when they are
         read.
       mode: what an id out of range reads: `"fill"` (NaN), `"clip"`, `"zero"`,
-        `"raise"` or `"error"`, as in `sparsejax.lookup`.
+        `"error"`, as in `sparsejax.lookup`.
       embedding_init: initializer `(key, shape, dtype) -> array`. The default draws rows
         of expected squared norm 1.
 
@@ -218,7 +218,7 @@ class Embedding(TableLayer):
         Raises:
           TypeError, ValueError: `params` do not match this layer, or `ids` are not
             integers.
-          checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside
+          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
             of `jit`.
         """
         table = self.table(params)
@@ -378,7 +378,7 @@ class EmbeddingBag(TableLayer):
         Raises:
           TypeError, ValueError: `params` do not match this layer, or
             `sparsejax.embedding_bag` rejects the ids, segments or weights.
-          checkify.JaxRuntimeError: ids are out of range, under mode `"raise"` outside
+          checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside
             of `jit`.
         """
         table = self.table(params)

@@ -69,10 +69,10 @@ class Trainer:
         never less than before. The elements of scipy matrices are padded the same way.
       clip_norm: positive number; if the global norm of all gradients, of tables and
         dense parameters together, exceeds it, they are scaled down to it.
-      checked: True runs the step under `checkify`, which blocks with `mode="raise"`
+      checked: True runs the step under `checkify`, which blocks with `mode="error"`
         require. A failed check raises before anything is updated. Parameters are then
         not donated.
-      mode: how ids out of range are treated, as in `KVStore.pull`. "raise" or "error"
+      mode: how ids out of range are treated, as in `KVStore.pull`. "error"
         rejects the batch before anything is updated; -1 in `row_ids` is accepted, since
         it stands for padding, which reads no row. "drop" pulls no row for an id out of
         range. The block's own mode then decides what the id reads, by default NaN, and
@@ -226,7 +226,7 @@ class Trainer:
 
         Raises:
           TypeError, ValueError: the result is not a mapping from tables of the store to
-            ids, or an id is out of range under mode "raise".
+            ids, or an id is out of range under mode "error".
         """
         ids = self.block.row_ids(self._inputs(batch))
         if not isinstance(ids, Mapping):

@@ -443,7 +443,7 @@ class KVStore:
           capacity: slots of the result; by default the next power of two (at most V),
             so that a jitted step is compiled only a few times. With the same capacity
             for all batches, the step is compiled once. For several tables also a dict.
-          mode: for ids out of range: "raise" or "error", or "drop" to ignore them, for
+          mode: for ids out of range: "error", or "drop" to ignore them, for
             example a padding id of -1.
 
         Returns:
