@@ -466,7 +466,7 @@ class HashIndex:
                 words, shape = _words_of_wide(keys), keys.shape
             else:
                 raise TypeError(
-                    f"this index has 64-bit keys, got {keys.dtype} of shape "
+                    f"This index has 64-bit keys, got {keys.dtype} of shape "
                     f"{keys.shape}. Pass int64, or the uint32 [..., 2] that "
                     "HashIndex.split_keys makes of keys. Call it before jit, which "
                     "truncates int64 to int32 unless jax_enable_x64 is set."
@@ -477,13 +477,13 @@ class HashIndex:
             low, high = (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
             if low < -(2**31) or high >= 2**32:
                 raise ValueError(
-                    f"this index has 32-bit keys, got {keys.dtype} from {low} to "
+                    f"This index has 32-bit keys, got {keys.dtype} from {low} to "
                     f"{high}. Make it with HashIndex.create(..., key_bits=64)."
                 )
             words, shape = (keys.astype(np.uint32),), keys.shape
         else:
             raise TypeError(
-                f"this index has 32-bit keys, got {keys.dtype}. Make it with "
+                f"This index has 32-bit keys, got {keys.dtype}. Make it with "
                 "HashIndex.create(..., key_bits=64), or cast the keys to int32 if "
                 "they fit."
             )

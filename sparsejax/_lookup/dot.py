@@ -102,7 +102,7 @@ def dot(
     if dense.shape[0] != columns:
         mark = ".T" if transpose else ""
         raise ValueError(
-            f"the first axis of dense must be {columns}, since csr{mark} is [{rows}, "
+            f"The first axis of dense must be {columns}, since csr{mark} is [{rows}, "
             f"{columns}], got shape {dense.shape}."
         )
 

@@ -5,12 +5,6 @@ from sparsejax._rows.quantized import (
     is_quantized as is_quantized,
     quantize as quantize,
 )
-from sparsejax._rows.row_table import (
-    RowTable as RowTable,
-    read_row_table as read_row_table,
-    read_stacked_tables as read_stacked_tables,
-    reduce_row_table as reduce_row_table,
-)
 from sparsejax._rows.selected_rows import (
     SelectedRows as SelectedRows,
     concatenate as concatenate,
@@ -24,8 +18,12 @@ from sparsejax._rows.selected_rows import (
     with_slots as with_slots,
 )
 from sparsejax._rows.tables import (
+    RowTable as RowTable,
     Table as Table,
     as_table as as_table,
     check_whole as check_whole,
+    read_row_table as read_row_table,
+    read_stacked_tables as read_stacked_tables,
+    reduce_row_table as reduce_row_table,
     table_or_none as table_or_none,
 )

@@ -208,8 +208,8 @@ class QuantizedTable:
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"one of shape {self.shape} was used where an array is needed, by "
-            "jnp.asarray, np.asarray or a NumPy function. Read rows with "
+            f"A QuantizedTable of shape {self.shape} was used where an array is "
+            "needed, by jnp.asarray, np.asarray or a NumPy function. Read rows with "
             "sparsejax.lookup(table, ids), or call .dequantize() for the whole array."
         )
 

@@ -59,35 +59,32 @@ class Opaque:
     words: int
 
 
-def _define(name: str, plain: np.dtype, words: int, number: int, fix: str) -> Opaque:
-    # JAX's errors show the label, so it names the ways out.
-    label = f"{name}[{plain}] of a {fix}"
-    made = _compat.define_opaque(f"sparsejax.{name}[{plain}]", label, words, number)
+# JAX's errors show these labels, so they name the ways out.
+_OF_ROWS = (
+    "SelectedRows; use g1 + g2, g.map(f), sparsejax.parallel.psum, "
+    "sparsejax.optim.global_norm, sparsejax.optim.lazy(optax.chain(...))"
+)
+_OF_TABLE = (
+    "QuantizedTable; use table.average(other), table.dequantize(), "
+    "table.requantize(array)"
+)
+
+
+def _define(name: str, plain: np.dtype, words: int, number: int, of: str) -> Opaque:
+    name = f"{name}[{plain}]"
+    label = f"{name} of a {of}"
+    made = _compat.define_opaque(f"sparsejax.{name}", label, words, number)
     return Opaque(plain, *made, words)
 
 
 # Defined at import, since a checkpoint or an exported program may be loaded before
 # there is any SelectedRows.
 _IDS = [
-    _define(
-        "row_ids",
-        plain,
-        max(1, plain.itemsize // 4),
-        number,
-        "SelectedRows; use g1 + g2, g.map(f), sparsejax.parallel.psum, "
-        "sparsejax.optim.global_norm, sparsejax.optim.lazy(optax.chain(...))",
-    )
+    _define("row_ids", plain, max(1, plain.itemsize // 4), number, _OF_ROWS)
     for number, plain in enumerate(map(np.dtype, "bhilBHIL"), start=100)
 ]
 _PAIRS = [
-    _define(
-        "scale_bias",
-        plain,
-        plain.itemsize // 2,
-        number,
-        "QuantizedTable; use table.average(other), table.dequantize(), "
-        "table.requantize(array)",
-    )
+    _define("scale_bias", plain, plain.itemsize // 2, number, _OF_TABLE)
     for number, plain in enumerate(map(np.dtype, "fe"), start=110)
 ]
 # By the plain dtype and by the dtype of the leaf: ids, and pairs.

@@ -102,7 +102,7 @@ def scatter_weighted_sum(
     flat, shape = _flat_rows(table, rows)
     if len(values_and_weights) % 2:
         raise ValueError(
-            "the arguments after rows must be pairs of values and weights, got an odd "
+            "The arguments after rows must be pairs of values and weights, got an odd "
             f"number, {len(values_and_weights)}. The order is (table, w0, rows, v1, "
             "w1, v2, w2, ...)."
         )

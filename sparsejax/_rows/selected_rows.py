@@ -205,16 +205,16 @@ class SelectedRows(metaclass=_InErrors):
         ids, values = self._ids, getattr(self.values, "shape", None)
         if self._is_computed:
             raise TypeError(
-                f"rows must be the row ids, got {_arguments.show_spec(ids)} that a "
-                f"function of its leaves computed. {_WAYS_OUT}"
+                "A function of the leaves of a SelectedRows computed "
+                f"{_arguments.show_spec(ids)} in place of the row ids. {_WAYS_OUT}"
             )
         if row_ids.is_sealed(ids) and values is not None:
             slots = len(ids.shape) - self._row_ndim
             want = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
             if ids.shape != want:
                 raise ValueError(
-                    "a function of its leaves changed their shapes so that they do "
-                    f"not fit: row ids {ids.shape}, values {values}. {_WAYS_OUT}"
+                    "A function of the leaves of a SelectedRows changed their shapes: "
+                    f"row ids {ids.shape}, values {values}. {_WAYS_OUT}"
                 )
         # Not kept: a tracer that is kept can outlive the function that it belongs to.
         return row_ids.unseal(ids, self._row_ndim)
@@ -258,8 +258,8 @@ class SelectedRows(metaclass=_InErrors):
         """Raises a ValueError for a batch, which has more than one axis of slots."""
         if len(self.values.shape) - self._row_ndim > 1:
             raise ValueError(
-                "this is a batch of them, as jax.vmap and jax.lax.scan return, with "
-                f"rows {_arguments.show_spec(self.rows)} and values "
+                "This is a batch of SelectedRows, as jax.vmap and jax.lax.scan "
+                f"return, with rows {_arguments.show_spec(self.rows)} and values "
                 f"{_arguments.show_spec(self.values)}. Use jax.vmap(f)(batch), take "
                 "one by jax.tree.map(lambda x: x[0], batch), or sum them: "
                 "SelectedRows(batch.rows.ravel(), jnp.concatenate(batch.values), "
@@ -348,8 +348,8 @@ class SelectedRows(metaclass=_InErrors):
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(
-            f"one of shape {self.shape} was used where an array is needed, by "
-            "jnp.asarray, np.asarray or a NumPy function. Call .to_dense() for the "
+            f"A SelectedRows of shape {self.shape} was used where an array is needed, "
+            "by jnp.asarray, np.asarray or a NumPy function. Call .to_dense() for the "
             "dense array, or use .rows and .values, .map(f) for a function of the "
             "values, or sparsejax.optim.global_norm."
         )
@@ -603,12 +603,6 @@ class SelectedRows(metaclass=_InErrors):
             return self.__add__(-other)
         return NotImplemented
 
-    @overload
-    def __rsub__(self, other: Self | float) -> Self: ...
-    @overload
-    def __rsub__(self, other: jax.Array | np.ndarray[Any, Any]) -> jax.Array: ...
-    @overload
-    def __rsub__(self, other: Any) -> Any: ...
     def __rsub__(self, other: Any) -> Any:
         return (-self).__add__(other)
 
@@ -821,7 +815,7 @@ def _is_arraylike(x: Any) -> bool:
 def _check_same_shape(a: Any, b: Any) -> None:
     if a.shape != b.shape:
         raise ValueError(
-            f"the dense shapes must be equal, got {a.shape} and {b.shape}."
+            f"The dense shapes must be equal, got {a.shape} and {b.shape}."
         )
 
 

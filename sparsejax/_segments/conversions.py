@@ -326,7 +326,7 @@ def _ids_and_count(ids: Any, num_segments: int | None) -> tuple[Any, int]:
     if num_segments is None:
         if not known:
             raise ValueError(
-                "inside jit the largest segment id is unknown, but the result needs a "
+                "Inside jit the largest segment id is unknown, but the result needs a "
                 "static size. Pass num_segments, a static int."
             )
         return ids, int(ids.max(initial=-1)) + 1

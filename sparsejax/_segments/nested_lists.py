@@ -83,7 +83,7 @@ def _read_maps(maps: list, dtype: Any) -> Level:
     for kind in set(map(type, itertools.chain.from_iterable(maps))):
         if not issubclass(kind, (int, np.integer)) or kind is bool:
             raise TypeError(
-                f"the keys of a map must be integers, got {kind.__name__}. For "
+                f"The keys of a map must be integers, got {kind.__name__}. For "
                 "elements with several values, pass a dict of nested lists, not a "
                 "list of dicts."
             )
@@ -114,7 +114,7 @@ def _join_arrays(segments: list, dtype: Any) -> np.ndarray:
     except ValueError:
         shapes = " and ".join(sorted({str(np.shape(s)) for s in typed}))
         raise TypeError(
-            "the arrays of a level must have equal shapes except along the first "
+            "The arrays of a level must have equal shapes except along the first "
             f"axis, got {shapes}."
         ) from None
     return _as_numbers(joined, dtype)
@@ -190,7 +190,7 @@ def write(values: Any, segment_ids: Any, num_segments: int) -> Any:
     known = [segment_ids, *jax.tree.leaves(values)]
     if not all(map(conversions.is_known, known)):
         raise TypeError(
-            "inside jit the values are unknown, so they cannot become lists. Return "
+            "Inside jit the values are unknown, so they cannot become lists. Return "
             "the SegmentTensor from the jitted function, and call .to_lists() outside."
         )
     ids = np.asarray(segment_ids)

@@ -69,7 +69,7 @@ def pack_segments(
         elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
     ):
         raise TypeError(
-            "the values of st contain a SegmentTensor. Pack the inner one first, and "
+            "The values of st contain a SegmentTensor. Pack the inner one first, and "
             "use the result as values."
         )
     max_length = _arguments.static_int("max_length", max_length)

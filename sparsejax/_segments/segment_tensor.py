@@ -353,7 +353,7 @@ class SegmentTensor:
             )
         if not hot and not conversions.is_known(multi_hot):
             raise ValueError(
-                f"inside jit the sum of {multi_hot.dtype} counts is unknown, but the "
+                f"Inside jit the sum of {multi_hot.dtype} counts is unknown, but the "
                 "result needs a static size. If no id occurs twice, pass booleans, "
                 "multi_hot > 0."
             )
@@ -457,11 +457,11 @@ class SegmentTensor:
         pointers: Any = indptr
         if hasattr(indptr, "indptr"):
             if indices is not None or data is not None:
-                raise TypeError(f"got both a matrix and indices. {forms}")
+                raise TypeError(f"Got both a matrix and indices. {forms}")
             name = getattr(indptr, "format", "csr")
             if name != "csr":  # scipy's CSC and BSR have attributes of the same names
                 raise ValueError(
-                    f"the matrix must be in CSR format, got {name.upper()}. Convert it "
+                    f"The matrix must be in CSR format, got {name.upper()}. Convert it "
                     "with .tocsr()."
                 )
             indices, data = pointers.indices, pointers.data
@@ -499,7 +499,7 @@ class SegmentTensor:
         total = int(lengths.sum()) if known else lengths.sum()
         if known and total > n:
             raise ValueError(
-                f"the segments have {total} elements in all, but values has only {n}. "
+                f"The segments have {total} elements in all, but values has only {n}. "
                 "The sum of lengths, or the last offset, must not exceed the number "
                 "of elements."
             )
@@ -599,7 +599,7 @@ class SegmentTensor:
         if longest is None:
             if not known:
                 raise ValueError(
-                    "inside jit the length of the longest segment is unknown, but the "
+                    "Inside jit the length of the longest segment is unknown, but the "
                     "result needs a static size. Pass max_length, an int, or for "
                     "nested segments one int per level."
                 )

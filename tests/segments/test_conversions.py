@@ -259,7 +259,7 @@ def test_refuses(call, error, match):
 
 def test_under_jit_sizes_must_be_given():
     f = sj.segment_ids_to_ranges
-    with pytest.raises(ValueError, match="inside jit.*Pass num_segments"):
+    with pytest.raises(ValueError, match="Inside jit.*Pass num_segments"):
         jax.eval_shape(f, jax.ShapeDtypeStruct((3,), jnp.int32))
 
 
