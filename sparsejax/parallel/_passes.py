@@ -28,7 +28,7 @@ _MIN_ROUNDS = 8
 
 
 class RangePasses:
-    """The passes, by ranges of the owners' rows; a `passes.Passes`.
+    """The passes, by ranges of the owners' rows; see `passes.passes_over`.
 
     A reduction over all rows, like a global norm, must be known before the first row is
     applied. With many rounds, rows are then sent twice, once for each pass. With few
@@ -41,11 +41,6 @@ class RangePasses:
     def __init__(self, grad: Any):
         self._grad, self._owners, self._slots = grad, grad.owners, grad.slots
         self._most = grad.owners.max_received(grad.slots, grad.rows)
-
-    def after(self, others: Sequence[jax.Array]) -> "RangePasses":
-        """The same passes: a device holds only its own part of a gradient."""
-        del others
-        return self
 
     def scale(self, function: Callable) -> None:
         """None: in `update` a row is added once, after its parts."""

@@ -231,7 +231,8 @@ def _add_to(table: Any, rows: ShardedRows) -> jax.Array:
 
 
 @passes.passes_over.register
-def _passes_over(grad: ShardedRows, table: Any) -> passes.Passes | None:
+def _passes_over(grad: ShardedRows, table: Any, others: Any) -> RangePasses | None:
+    del others  # a device has only its own part of a gradient
     runs = not grad.is_merged and passes.is_traced(grad, table)
     return RangePasses(grad) if runs else None
 

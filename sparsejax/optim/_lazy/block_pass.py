@@ -1,18 +1,17 @@
 """Runs an update over the rows of a table in blocks that stay in the cache.
 
-Three primitives, each with a reference in plain XLA, and a lowering for CPUs
+Two primitives, each with a reference in plain XLA, and a lowering for CPUs
 (`merge_rows` also has a lowering for CUDA):
 
 - `merge_rows` sums duplicates into their first slot. On a CPU it finds them by hashing
   and adds them up in place, so no second array of the size of the gradient is made.
-- `reduce_rows` reduces some function of the rows over all rows (for a global norm).
 - `update_rows` computes new rows of weights and state, and writes them.
 
-On a CPU the last two are loops over blocks of the distinct rows. A block's gradient,
+On a CPU the second is a loop over blocks of the distinct rows. A block's gradient,
 weights and state are read, used and written while they are in the cache, no array of
 the size of the gradient is made, and the number of turns follows the number of distinct
 rows. Tables that are donated are updated in place; tests/optim/test_memory.py checks
-the compiled program.
+the compiled program. `reduce_rows`, for a global norm, is a function in plain XLA.
 """
 
 import math
@@ -283,6 +282,16 @@ def _is_variable(v: Any) -> bool:
 # ------------------------------------------------------------------ reduce_rows
 
 
+_REDUCE = {
+    "reduce_sum": jnp.sum,
+    "reduce_prod": jnp.prod,
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_and": jnp.all,
+    "reduce_or": jnp.any,
+}
+
+
 def reduce_rows(
     merged: Sequence[jax.Array],
     tables: Sequence[jax.Array],
@@ -292,6 +301,8 @@ def reduce_rows(
     kinds: Sequence[tuple[str, tuple[int, ...]]],
 ) -> list[jax.Array]:
     """Reduces functions of the rows over the distinct rows and the empty slots.
+
+    For a norm of gradients XLA reads the merged values once, where they are.
 
     Args:
       merged: the result of `merge_rows`.
@@ -305,84 +316,24 @@ def reduce_rows(
     Returns:
       The reductions.
     """
-    return list(
-        _reduce_rows_p.bind(
-            *merged,
-            *tables,
-            *fresh,
-            *program.consts,
-            *operands,
-            program=program,
-            num_tables=len(tables),
-            kinds=tuple(kinds),
-        )
-    )
-
-
-_COMBINE = {
-    "reduce_sum": (jnp.sum, jnp.add),
-    "reduce_prod": (jnp.prod, jnp.multiply),
-    "reduce_max": (jnp.max, jnp.maximum),
-    "reduce_min": (jnp.min, jnp.minimum),
-    "reduce_and": (jnp.all, jnp.logical_and),
-    "reduce_or": (jnp.any, jnp.logical_or),
-}
-
-
-def _reduce_read(rows, gradient, tables, fresh, others, function, kinds):
-    """Reductions over the rows that are read at once."""
-    read = []
-    for table, new in zip(tables, fresh):
-        filled = indexing.append_axes(
-            indexing.in_range(rows, table.shape[0]), table.ndim
-        )
-        read.append(
-            jnp.where(filled, xla.read_rows(table, rows), new.astype(table.dtype))
-        )
-    outs = function(gradient, *read, *others)
-    return [
-        _COMBINE[kind][0](x, axis=axes).astype(x.dtype)
-        for x, (kind, axes) in zip(outs, kinds)
-    ]
-
-
-def _split(rest, num_tables):
-    return rest[:num_tables], rest[num_tables : 2 * num_tables], rest[2 * num_tables :]
-
-
-def _reduce_at_once(rows, at, values, count, *rest, program, num_tables, kinds):
-    tables, fresh, others = _split(rest, num_tables)
-    function = program.on_rows(num_tables + 1)
-    gradient = indexing.take_rows(values, at)
-    filled = lax.iota(jnp.int32, rows.shape[0]) < count
-    gradient = indexing.zero_unless(filled, gradient)
-    return _reduce_read(rows, gradient, tables, fresh, others, function, kinds)
-
-
-def _reduce_by_blocks(rows, at, values, count, *rest, program, num_tables, kinds):
-    tables, fresh, others = _split(rest, num_tables)
+    rows, at, values, count = merged
     n = rows.shape[0]
-    block = _block_rows(n, values.shape[1:])
-    # Not the height, which only tables know; an id that no table has.
-    rows = _pad(rows, block, _arguments.scalar(jnp.iinfo(rows.dtype).max, rows))
-    at = _pad(at, block, np.int32(n))
-    function = program.on_rows(num_tables + 1)
-
-    def one(k):
-        start = k * np.int32(block)
-        here = lax.dynamic_slice_in_dim(rows, start, block)
-        slots = lax.dynamic_slice_in_dim(at, start, block)
-        gradient = indexing.zero_unless(
-            indexing.in_range(slots, n), cpu.read_rows(values, slots)
-        )
-        return _reduce_read(here, gradient, tables, fresh, others, function, kinds)
-
-    def turn(k, total):
-        return [
-            _COMBINE[kind][1](a, b) for a, b, (kind, _) in zip(total, one(k), kinds)
-        ]
-
-    return lax.fori_loop(np.int32(1), _turns(count, block), turn, one(np.int32(0)))
+    at = jnp.where(lax.iota(jnp.int32, n) < count, at, np.int32(n))
+    is_first = indexing.set_rows(jnp.zeros(n, bool), at, jnp.ones(n, bool))
+    ids = indexing.set_rows(jnp.zeros_like(rows), at, rows)
+    function = program.on_rows(len(tables) + 1)
+    others = *program.consts, *operands
+    outs = function(values, *(xla.read_rows(x, ids) for x in tables), *others)
+    fresh = (new.astype(x.dtype) for new, x in zip(fresh, tables))
+    empty = function(jnp.zeros_like(values[:1]), *fresh, *others)
+    totals = []
+    for x, other, (kind, axes) in zip(outs, empty, kinds):
+        # First within the rows: XLA:CPU would write a mask of whole rows to memory.
+        within = tuple(axis for axis in axes if axis)
+        by_row, other = (_REDUCE[kind](y, axis=within) for y in (x, other))
+        by_row = jnp.where(indexing.append_axes(is_first, by_row.ndim), by_row, other)
+        totals.append(_REDUCE[kind](by_row, axis=0).astype(x.dtype))
+    return totals
 
 
 # ------------------------------------------------------------------ rows
@@ -431,14 +382,6 @@ def _write_only_used(used, program, writes, **static):
     return kept, {**static, "program": program.with_outputs(kept), "writes": writes}
 
 
-def _reduce_types(rows, at, values, count, *rest, program, num_tables, kinds):
-    out = []
-    for aval, (_, axes) in zip(program.outputs, kinds):
-        shape = tuple(s for k, s in enumerate(aval.shape) if k not in axes)
-        out.append((shape, aval.dtype))
-    return out
-
-
 _merge_rows_p = _compat.primitive(
     "merge_rows",
     _one_by_one(_merge_by_sorting),
@@ -453,11 +396,4 @@ _update_rows_p = _compat.primitive(
     types=_update_types,
     multiple_results=True,
     drop_unused=_write_only_used,
-)
-_reduce_rows_p = _compat.primitive(
-    "reduce_rows",
-    _reduce_at_once,
-    {"cpu": _reduce_by_blocks},
-    types=_reduce_types,
-    multiple_results=True,
 )

@@ -19,7 +19,7 @@ so that a subclass of SelectedRows, like that of a sharded table, can register i
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,55 +35,31 @@ from sparsejax.optim._lazy.step import Step
 # ------------------------------------------------------------------ passes
 
 
-class Passes(Protocol):
-    """Passes over the rows of a gradient.
-
-    Their arguments are explained at `block_pass.update_rows` and `reduce_rows`.
-    """
-
-    def after(self, others: Sequence[jax.Array]) -> "Passes":
-        """The same passes, run after `others` are computed."""
-        ...
-
-    def reduce(
-        self,
-        tables: Sequence[jax.Array],
-        fresh: Sequence[jax.Array],
-        operands: Sequence[Any],
-        program: block_pass.Program,
-        kinds: Sequence[tuple[str, tuple[int, ...]]],
-    ) -> list[jax.Array]:
-        """Reduces functions of the rows, or raises NotByRows."""
-        ...
-
-    def update(
-        self,
-        tables: Sequence[jax.Array],
-        operands: Sequence[Any],
-        program: block_pass.Program,
-        writes: Sequence[int],
-    ) -> tuple[list[jax.Array], SelectedRows]:
-        """The tables that were written, and the update."""
-        ...
-
-    def scale(self, function: Any) -> SelectedRows | None:
-        """The update `function(row)` of each row of the gradient, which is linear.
-
-        None if `update` is to be used.
-        """
-        ...
-
-
 @functools.singledispatch
-def passes_over(grad: SelectedRows, table: Any) -> Passes | None:
-    """The passes over a gradient's rows in `table`, or None if it has none."""
+def passes_over(grad: SelectedRows, table: Any, others: Sequence[jax.Array]) -> Any:
+    """The passes over a gradient's rows in `table`, or None if it has none.
+
+    The result has three methods:
+
+    - `reduce(tables, fresh, operands, program, kinds)`, see `block_pass.reduce_rows`;
+    - `update(tables, operands, program, writes)`, see `block_pass.update_rows`: the
+      tables that were written, and the update;
+    - `scale(function)`: the update `function(row)` of each row of the gradient, which
+      is linear; None if `update` is to be used.
+
+    The first two may raise NotByRows.
+
+    Args:
+      grad: a gradient.
+      table: its table.
+      others: arrays that are computed before the passes begin.
+    """
     arrays = grad.rows, grad.values, table
-    runs = (
-        type(grad) is SelectedRows
-        and is_traced(grad, table)
-        and all(map(is_plain, arrays))
-    )
-    return _OneDevice(grad) if runs else None
+    if type(grad) is not SelectedRows or not is_traced(grad, table):
+        return None
+    if not all(map(is_plain, arrays)):
+        return None
+    return _OneDevice(with_slots(grad, grad.rows, order_after(grad.values, others)))
 
 
 def is_plain(x: Any) -> bool:
@@ -104,48 +80,34 @@ def is_traced(grad: SelectedRows, table: Any) -> bool:
 
 
 class _OneDevice:
-    """The passes of `block_pass`, over a gradient whose duplicates are merged once."""
+    """The passes of `block_pass`.
+
+    Attributes:
+      merged: a function that returns the result of `block_pass.merge_rows`, for the
+        gradients of all tables in one call, which on CUDA shares kernels.
+    """
+
+    merged: Callable[[], tuple[jax.Array, ...]]
 
     def __init__(self, grad: SelectedRows):
         self._grad = grad
-        self._all = [self]
 
-    @staticmethod
-    def merge_together(passes: "Sequence[_OneDevice]") -> None:
-        """Merges all their gradients in one call, which on CUDA shares kernels."""
-        for each in passes:
-            each._all = passes
-
-    def after(self, others):
-        grad = self._grad
-        values = order_after(grad.values, others)
-        return _OneDevice(with_slots(grad, grad.rows, values))
-
-    def _gradient(self) -> tuple[jax.Array, jax.Array, int]:
+    def gradient(self) -> tuple[jax.Array, jax.Array, int]:
         rows, height = self._grad.safe_rows(), self._grad.height
         if jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
             # Of these 0 is the least, which the lowering for CPUs takes for no row.
             rows = rows.astype(_arguments.index_dtype(height))
         return rows, self._grad.values, height
 
-    @functools.cached_property
-    def _merged(self) -> tuple[jax.Array, ...]:
-        merged = block_pass.merge_rows(*(each._gradient() for each in self._all))
-        for each, result in zip(self._all, merged):
-            each._merged = result
-        return self._merged
-
     def reduce(self, tables, fresh, operands, program, kinds):
-        return block_pass.reduce_rows(
-            self._merged, tables, fresh, operands, program, kinds
-        )
+        merged = self.merged()
+        return block_pass.reduce_rows(merged, tables, fresh, operands, program, kinds)
 
     def update(self, tables, operands, program, writes):
-        new, rows = block_pass.update_rows(
-            self._merged, tables, operands, program, writes
-        )
+        merged = self.merged()
+        new, rows = block_pass.update_rows(merged, tables, operands, program, writes)
         slots = min(self._grad.capacity, self._grad.height)
-        ids, values = _ascending(self._merged[0], rows, slots=slots)
+        ids, values = _ascending(merged[0], rows, slots=slots)
         ids = ids.astype(self._grad.rows.dtype)
         return new, SelectedRows(ids, values, self._grad.height)
 
@@ -179,16 +141,12 @@ def run(
     grads, weights, owners = step.grads, step.weights, step.owners
     if weights is None:
         return None
-    passes = {}
-    for i in step.tables:
-        found = passes_over(grads[i], weights[i])
-        if found is None:
-            return None
-        passes[i] = found
+    dense = [x for i, x in enumerate(grads) if i not in step.tables and is_plain(x)]
+    passes = {i: passes_over(grads[i], weights[i], dense) for i in step.tables}
+    if any(found is None for found in passes.values()):
+        return None
+    _merge_together([x for x in passes.values() if isinstance(x, _OneDevice)])
     state, state_treedef = jax.tree.flatten(step.state)
-    dense = [x for i, x in enumerate(grads) if i not in passes and is_plain(x)]
-    passes = {i: found.after(dense) for i, found in passes.items()}
-    _OneDevice.merge_together([x for x in passes.values() if type(x) is _OneDevice])
     tables, programs = {}, {}
     for i, found in passes.items():
         followers = {k: state[k] for k, owner in enumerate(owners) if owner == i}
@@ -237,6 +195,15 @@ def run(
     return updates, state_treedef.unflatten(new_leaves)
 
 
+def _merge_together(passes: Sequence[_OneDevice]) -> None:
+    """Merges the duplicates of all gradients at once, when the first is needed."""
+    merge = functools.cache(
+        lambda: block_pass.merge_rows(*(each.gradient() for each in passes))
+    )
+    for k, each in enumerate(passes):
+        each.merged = lambda k=k: merge()[k]
+
+
 def _fresh(init: Callable, step: Step) -> list[Any]:
     """The leaves of the state of tables whose only row was never touched."""
     rows = [
@@ -261,7 +228,7 @@ class _Table:
     def __init__(
         self,
         grad: SelectedRows,
-        passes: Passes,
+        passes: Any,
         weights: Any,
         state: dict[int, Any],
         index: int,

@@ -729,7 +729,11 @@ class Update:
         ]
         axes = [None if is_known else 0 for is_known in known]
         run = jax.jit(jax.vmap(lambda _, *x: function(*x), in_axes=(0, 0, axes)))
-        args = np.zeros(_DRAWS, np.float32), inputs, operands  # of no input, all draws are equal
+        args = (
+            np.zeros(_DRAWS, np.float32),
+            inputs,
+            operands,
+        )  # of no input, all draws are equal
         # Compiled ahead of time, it runs on numbers even while JAX traces.
         return [np.asarray(x) for x in run.lower(*_types(args)).compile()(*args)]
 
