@@ -17,7 +17,7 @@ import jax
 
 from sparsejax import _arguments
 from sparsejax._arguments import Initializer, PyTree
-from sparsejax.nn import _layer, _matrix
+from sparsejax.nn import _matrix
 from sparsejax.nn._block import SparseBlock, TableSpec
 from sparsejax.nn._dense import Dense
 from sparsejax.nn._embedding import Embedding
@@ -131,7 +131,7 @@ class SparseLinear(SparseBlock, Dense):
 
     def __post_init__(self) -> None:
         Dense.__post_init__(self)
-        _layer.check_size(self._call, "in_features", self.in_features)
+        _arguments.static_int("in_features", self.in_features, 1)
         _check_name(self)
 
     def tables(self) -> dict[str, TableSpec]:
@@ -151,7 +151,7 @@ class SparseLinear(SparseBlock, Dense):
         self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> jax.Array:
         """`[num_segments, features]`."""
-        inputs = _matrix.as_elements(self._call, inputs, self._shape[0])
+        inputs = _matrix.as_elements(inputs, self._shape[0])
         params = {"kernel": tables[self.name], **params}
         return Dense.__call__(self, params, inputs)
 

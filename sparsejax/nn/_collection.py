@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,17 +13,14 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
-from sparsejax._lookup import lookup
 from sparsejax._lookup.embedding_bag import check_combiner
-from sparsejax._rows import indexing
+from sparsejax._rows import SelectedRows, indexing, is_quantized
 from sparsejax._rows.scatter import scatter_assign
-from sparsejax.nn import _layer, _stacks
+from sparsejax.nn import _layer
 from sparsejax.nn._block import SparseBlock
-from sparsejax.nn._embedding import Embedding, EmbeddingBag
+from sparsejax.nn._embedding import Embedding, EmbeddingBag, TableLayer
+from sparsejax.nn._stacks import Feature, read_all
 from sparsejax.transform.trace import name_stack
-
-
-_CALL = "sparsejax.nn.EmbeddingCollection"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -88,23 +86,29 @@ class EmbeddingCollection:
     stacked: bool = True
 
     def __post_init__(self) -> None:
-        tables = _as_pairs("tables", self.tables, "layers or (rows, width)")
-        tables = tuple((name, _as_layer(name, spec)) for name, spec in tables)
+        layers = {name: _as_layer(name, x) for name, x in dict(self.tables).items()}
         features = self.features
         if features is None:
-            features = {name: name for name, _ in tables}
-        if isinstance(features, tuple) and all(map(_is_triple, features)):
-            features = [(name, (table, combiner)) for name, table, combiner in features]
-        features = _as_pairs("features", features, "tables")
-        layers = dict(tables)
-        features = tuple((name, *_as_read(name, x, layers)) for name, x in features)
-        if unread := sorted(layers.keys() - {table for _, table, _ in features}):
+            features = {name: name for name in layers}
+        if isinstance(features, tuple):
+            features = {name: (table, combiner) for name, table, combiner in features}
+        reads = []
+        for name, read in dict(features).items():
+            table, *combiner = (read,) if isinstance(read, str) else read
+            if table not in layers:
+                raise ValueError(
+                    f"sparsejax.nn.EmbeddingCollection: the feature {name!r} reads the "
+                    f"table {table!r}, but the tables are {sorted(layers)}."
+                )
+            default = getattr(layers[table], "combiner", "none")
+            reads.append((name, table, check_combiner(*(combiner or [default]))))
+        unread = sorted(layers.keys() - {table for _, table, _ in reads})
+        if unread or not layers:
             raise ValueError(
-                f"{_CALL}: no feature reads the tables {unread}. Remove them, or add "
-                "a feature for each."
+                "sparsejax.nn.EmbeddingCollection: no feature reads the tables "
+                f"{unread}."
             )
-        _layer.check_bool(_CALL, "stacked", self.stacked)
-        vars(self).update(tables=tables, features=features)
+        vars(self).update(tables=tuple(layers.items()), features=tuple(reads))
 
     def __repr__(self) -> str:
         tables = ", ".join(f"{name!r}: {layer!r}" for name, layer in self.tables)
@@ -116,12 +120,30 @@ class EmbeddingCollection:
         return f"EmbeddingCollection({{{tables}}}, {{{features}}}{more})"
 
     @functools.cached_property
-    def _layout(self) -> Any:
-        return _stacks.arrange(self.tables, self.stacked)
-
-    @functools.cached_property
     def _layers(self) -> dict[str, Any]:
         return dict(self.tables)
+
+    @functools.cached_property
+    def _stacks(self) -> dict[str, list[str]]:
+        """The names of the tables in each stack, in order."""
+        stacks: dict[str, list[str]] = {}
+        for name, layer in self.tables:
+            stack = name
+            if self.stacked:
+                stack = f"stack_width{layer.features}_{layer.param_dtype.name}"
+                stack += "" if layer.sparse_grad else "_dense"
+            stacks.setdefault(stack, []).append(name)
+        return stacks
+
+    @functools.cached_property
+    def _places(self) -> dict[str, tuple[str, int, int]]:
+        """By table its stack, and its rows `[start, stop)` in it."""
+        places = {}
+        for stack, heights in self.heights().items():
+            stops = itertools.accumulate(heights)
+            for table, height, stop in zip(self._stacks[stack], heights, stops):
+                places[table] = stack, stop - height, stop
+        return places
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
         """The parameters: one stack `[sum of V, D]` for each width and dtype.
@@ -139,11 +161,8 @@ class EmbeddingCollection:
           {'stack_width2_float32': (12, 2), 'stack_width3_float32': (9, 3)}
         """
         keys = jax.random.split(_arguments.as_key(key), len(self.tables))
-        made = {
-            name: layer.init(k)["embedding"]
-            for (name, layer), k in zip(self.tables, keys)
-        }
-        return self.stack(made)
+        pairs = zip(self.tables, keys)
+        return self.stack({n: layer.init(k)["embedding"] for (n, layer), k in pairs})
 
     def __call__(
         self,
@@ -176,9 +195,9 @@ class EmbeddingCollection:
         """
         arrays = self._arrays(params)
         if self.stacked:
-            for name, stack in self._layout[0].items():
-                name_stack(name, stack.tables)
-        return _stacks.read_all(_CALL, arrays, self._prepare(ids, weights))
+            for name, tables in self._stacks.items():
+                name_stack(name, tuple(tables))
+        return read_all(arrays, self._features(ids, {} if weights is None else weights))
 
     def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The rows of each stack that a batch reads, for pulling them from a store.
@@ -196,13 +215,10 @@ class EmbeddingCollection:
           >>> layer.row_ids({"a": jnp.array([4]), "b": jnp.array([0, 6, 7])})
           {'stack_width2_float32': Array([ 4,  5, 11, -2], dtype=int32)}
         """
-        found: dict[str, list[jax.Array]] = {}
-        for feature in self._prepare(ids, None):
-            rows = feature.rows.reshape(-1)
-            if feature.key.mode == "zero":  # which reads no row out of range
-                rows = jnp.maximum(rows, _arguments.scalar(_stacks.PADDING, rows))
-            found.setdefault(feature.key.stack, []).append(rows)
-        return {name: jnp.concatenate(rows) for name, rows in found.items()}
+        rows: dict[str, list[jax.Array]] = {}
+        for feature in self._features(ids, {}):
+            rows.setdefault(feature.table[0], []).append(feature.row_ids())
+        return {name: jnp.concatenate(parts) for name, parts in rows.items()}
 
     def heights(self) -> dict[str, tuple[int, ...]]:
         """By stack, the number of rows of each of its tables, in order.
@@ -216,22 +232,11 @@ class EmbeddingCollection:
           {'stack_width2_float32': (5, 7)}
         """
         return {
-            name: tuple(self._layers[table].num_embeddings for table in stack.tables)
-            for name, stack in self._layout[0].items()
+            stack: tuple(self._layers[table].num_embeddings for table in tables)
+            for stack, tables in self._stacks.items()
         }
 
     # -- one table ---------------------------------------------------------------
-
-    def place(self, table: str) -> tuple[str, int, int]:
-        """The stack that holds a table, and the table's rows `[start, stop)` in it.
-
-        Example:
-          >>> import sparsejax as sj
-          >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).place("b")
-          ('stack_width2_float32', 5, 12)
-        """
-        place = self._place(table)
-        return place.stack, place.start, place.stop
 
     def get_table(self, params: PyTree, table: str) -> Any:
         """One table `[V, D]`; a SelectedRows if its stack is one, as in gradients.
@@ -247,8 +252,18 @@ class EmbeddingCollection:
           >>> layer.get_table(sj.grad(loss)(params), "b")
           SelectedRows(rows=[- 1], values=float32[2,2], height=70, num_rows=1)
         """
-        place = self._place(table)
-        return _stacks.cut(self._arrays(params, dense=False)[place.stack], place)
+        name, start, stop = self._places[table]
+        stack = self._arrays(params, dense=False)[name]
+        if is_quantized(stack):
+            return jax.tree.map(lambda x: x[start:stop], stack)
+        if not isinstance(stack, SelectedRows):
+            return stack[start:stop]
+        rows = stack.rows
+        first, last = (_arguments.scalar(x, rows) for x in (start, stop - 1))
+        inside = (rows >= first) & (rows <= last)
+        rows = jnp.where(inside, rows - first, stop - start)
+        values = indexing.zero_unless(inside, stack.values)
+        return SelectedRows(rows, values, stop - start)
 
     def set_table(
         self, params: PyTree, table: str, values: ArrayLike
@@ -268,69 +283,11 @@ class EmbeddingCollection:
           >>> layer(params, {"b": jnp.array([6])})["b"]
           Array([[1., 1.]], dtype=float32)
         """
-        place = self._place(table)
-        ids = jnp.arange(place.num_rows, dtype=_arguments.index_dtype(place.num_rows))
-        return self.set_rows(params, table, ids, self._as_table(table, values))
-
-    def get_rows(self, params: PyTree, table: str, ids: ArrayLike) -> jax.Array:
-        """Rows of one table by id, read as its layer reads them.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, sparsejax as sj
-          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
-          >>> layer.get_rows(layer.init(jax.random.key(0)), "b", [6, 0]).shape
-          (2, 2)
-        """
-        place = self._place(table)
-        layer = self._layers[table]
-        stack = self._arrays(params)[place.stack]
-        rows = _stacks.translate(_CALL, layer, place, stack.shape[0], ids)
-        mode = "zero" if layer.mode == "zero" else "fill"
-        return lookup.lookup(
-            stack,
-            rows,
-            mode=mode,
-            padding_id=_stacks.PADDING,
-            max_norm=layer.max_norm,
-        )
-
-    def set_rows(
-        self, params: PyTree, table: str, ids: ArrayLike, values: ArrayLike
-    ) -> dict[str, Any]:
-        """Returns `params` with rows of one table replaced; skips ids out of range.
-
-        Args:
-          params: as `init` makes them.
-          table: its name.
-          ids: integers `[n]`; for duplicates, any one of the values may win.
-          values: `[n, D]`.
-
-        Raises:
-          ValueError: the table is unknown, or `values` has the wrong shape.
-
-        Example:
-          >>> import jax, jax.numpy as jnp, sparsejax as sj
-          >>> layer = sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)})
-          >>> params = layer.init(jax.random.key(0))
-          >>> params = layer.set_rows(params, "a", [4, 5], jnp.ones((2, 2)))
-          >>> layer.get_rows(params, "a", [4])
-          Array([[1., 1.]], dtype=float32)
-        """
-        place = self._place(table)
-        stack = self._arrays(params, dense=False)[place.stack]
-        ids = _arguments.as_ids(ids, place.num_rows)
-        call, want = f"{_CALL}.set_rows", (*ids.shape, *stack.shape[1:])
-        values = _arguments.to_array(values, "values").astype(stack.dtype)
-        if values.shape != want:
-            raise ValueError(
-                f"{call}: values must have shape {want}, one row per id, got "
-                f"{values.shape}."
-            )
-        wide = _arguments.index_dtype(stack.shape[0])
-        rows = ids.astype(wide) + jnp.array(place.start, wide)
-        own = indexing.in_range(ids, place.num_rows)
-        rows = jnp.where(own, rows, jnp.array(stack.shape[0], wide))
-        return {**params, place.stack: scatter_assign(stack, rows, values)}
+        name, start, stop = self._places[table]
+        stack = self._arrays(params, dense=False)[name]
+        rows = jnp.arange(start, stop, dtype=_arguments.index_dtype(stack.shape[0]))
+        values = self._as_table(table, values)
+        return {**params, name: scatter_assign(stack, rows, values)}
 
     def stack(self, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
         """The parameters, from a dict of all tables by name.
@@ -345,17 +302,10 @@ class EmbeddingCollection:
           >>> layer.stack(tables)["stack_width2_float32"].shape
           (12, 2)
         """
-        want = sorted(self._layers)
-        if not isinstance(tables, Mapping) or set(tables) != set(want):
-            found = _arguments.kind_of(tables)
-            if isinstance(tables, Mapping):
-                found = f"keys {sorted(map(str, tables))}"
-            want = f"a dict with keys {want}"
-            raise _arguments.wrong_type(f"{_CALL}.stack", "tables", want, found)
-        arrays = {name: self._as_table(name, x) for name, x in tables.items()}
+        _layer.check_params(tables, self._layers)
         return {
-            name: jnp.concatenate([arrays[t] for t in stack.tables])
-            for name, stack in self._layout[0].items()
+            stack: jnp.concatenate([self._as_table(t, tables[t]) for t in names])
+            for stack, names in self._stacks.items()
         }
 
     def unstack(self, params: PyTree) -> dict[str, Any]:
@@ -378,45 +328,39 @@ class EmbeddingCollection:
           >>> sj.nn.EmbeddingCollection({"a": (5, 2), "b": (7, 2)}).table_prefix()
           {'stack_width2_float32': True}
         """
-        return {name: stack.sparse_grad for name, stack in self._layout[0].items()}
+        return {
+            stack: self._layers[tables[0]].sparse_grad
+            for stack, tables in self._stacks.items()
+        }
 
     # -- private -----------------------------------------------------------------
 
     def _arrays(self, params: Any, dense: bool = True) -> dict[str, Any]:
         """Checks and returns the stacks; with `dense`, applies `sparse_grad=False`."""
-        stacks = self._layout[0]
-        params = _layer.check_params(_CALL, params, tuple(stacks))
-        return {
-            name: _layer.table_of(
-                _CALL, params, name, stack.shape, stack.sparse_grad if dense else None
-            )
-            for name, stack in stacks.items()
-        }
+        _layer.check_params(params, self._stacks)
+        arrays = {}
+        for name, heights in self.heights().items():
+            layer = self._layers[self._stacks[name][0]]
+            sparse_grad = layer.sparse_grad if dense else None
+            shape = sum(heights), layer.features
+            arrays[name] = _layer.table_of(params, name, shape, sparse_grad)
+        return arrays
 
-    def _prepare(self, ids: Any, weights: Any) -> list[_stacks.Feature]:
-        weights = {} if weights is None else weights
-        for name, given in (("ids", ids), ("weights", weights)):
-            if not isinstance(given, Mapping):
-                found = _arguments.kind_of(given)
-                want = f"a dict of feature names to {name}"
-                raise _arguments.wrong_type(_CALL, name, want, found)
-            known = [name for name, _, _ in self.features]
-            for feature in given:
-                _check_known("feature", feature, known)
-        if stray := sorted(weights.keys() - ids.keys()):
+    def _features(self, ids: Mapping, weights: Mapping) -> list[Feature]:
+        unknown = ids.keys() - {name for name, _, _ in self.features}
+        if unknown or not weights.keys() <= ids.keys():
             raise ValueError(
-                f"{_CALL}: weights has features {stray} that are not in ids. Pass "
-                "their ids too."
+                "sparsejax.nn.EmbeddingCollection: ids and weights must be of the "
+                f"features {[name for name, _, _ in self.features]}, and weights "
+                f"beside their ids, got ids of {list(ids)} and weights of {list(weights)}."
             )
-        stacks, places = self._layout
         return [
-            _stacks.prepare(
-                f"{_CALL}, feature {name!r}",
+            Feature.of(
                 name,
                 self._layers[table],
+                self._places[table],
+                sum(self.heights()[self._places[table][0]]),
                 combiner,
-                places[table],
-                stacks[places[table].stack],
                 ids[name],
                 weights.get(name),
             )
@@ -424,75 +368,22 @@ class EmbeddingCollection:
             if name in ids
         ]
 
-    def _place(self, table: Any) -> _stacks.Place:
-        _check_known("table", table, list(self._layers))
-        return self._layout[1][table]
-
     def _as_table(self, name: str, values: Any) -> jax.Array:
         layer = self._layers[name]
-        want = layer.num_embeddings, layer.features
-        values = _arguments.as_array(values)
-        name, wanted = f"table {name!r}", f"an array of shape {want}"
-        if not isinstance(values, jax.Array):
-            found = _arguments.kind_of(values)
-            raise _arguments.wrong_type(_CALL, name, wanted, found)
-        if values.shape != want:
-            raise _arguments.wrong(_CALL, name, wanted, str(values.shape))
+        values = _arguments.to_array(values, f"the table {name!r}")
+        if values.shape != (layer.num_embeddings, layer.features):
+            raise ValueError(
+                f"sparsejax.nn.EmbeddingCollection: the table {name!r} must have shape "
+                f"{(layer.num_embeddings, layer.features)}, got {values.shape}."
+            )
         return values.astype(layer.param_dtype)
 
 
-# ------------------------------------------------------------------ fields
-
-
-def _as_pairs(field: str, given: Any, what: str) -> tuple[tuple[str, Any], ...]:
-    """A mapping or an iterable of pairs as a tuple of pairs with distinct names."""
-    try:
-        named = dict(given)
-        pairs = tuple(named.items())
-        names = list(named if isinstance(given, Mapping) else (n for n, _ in given))
-    except (TypeError, ValueError):
-        pairs, names = (), []
-    if not pairs or not all(isinstance(name, str) for name, _ in pairs):
-        want = f"a non-empty dict of names to {what}"
-        raise _arguments.wrong_type(_CALL, field, want, _arguments.show(given))
-    if twice := [name for name in dict(pairs) if names.count(name) > 1]:
-        raise ValueError(
-            f"{_CALL}: {field} contains the name {twice[0]!r} twice. Give each its "
-            "own name; several features may read one table."
-        )
-    return pairs
-
-
 def _as_layer(name: str, spec: Any) -> Embedding | EmbeddingBag:
-    in_store = isinstance(spec, SparseBlock)  # its init makes no table
-    if isinstance(spec, (Embedding, EmbeddingBag)) and not in_store:
-        return spec
-    if isinstance(spec, (tuple, list)) and len(spec) == 2:
-        try:
-            return EmbeddingBag(*spec)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{_CALL}, table {name!r}: {error}") from None
-    want = "an Embedding, an EmbeddingBag, or (num_embeddings, features)"
-    shown = _arguments.show(spec)
-    raise _arguments.wrong_type(_CALL, f"table {name!r}", want, shown)
-
-
-def _as_read(name: str, given: Any, layers: dict[str, Any]) -> tuple[str, str]:
-    """The table and the combiner of a feature, from `table` or `(table, combiner)`."""
-    table, *rest = given if isinstance(given, (tuple, list)) and given else (given,)
-    if not isinstance(table, str) or len(rest) > 1:
-        want, shown = "a table name or (table, combiner)", _arguments.show(given)
-        raise _arguments.wrong_type(_CALL, f"feature {name!r}", want, shown)
-    _check_known("table", table, list(layers))
-    combiner = rest[0] if rest else getattr(layers[table], "combiner", "none")
-    return table, check_combiner(combiner)
-
-
-def _is_triple(x: Any) -> bool:
-    return isinstance(x, tuple) and len(x) == 3
-
-
-def _check_known(kind: str, name: Any, known: list[str]) -> None:
-    if name not in known:
-        shown = ", ".join(map(repr, known))
-        raise ValueError(f"{_CALL}: there is no {kind} {name!r}, only {shown}.")
+    layer = spec if isinstance(spec, TableLayer) else EmbeddingBag(*spec)
+    if isinstance(layer, SparseBlock):  # its init makes no table
+        raise TypeError(
+            f"sparsejax.nn.EmbeddingCollection: the table {name!r} must be an "
+            f"Embedding or an EmbeddingBag, got {spec!r}, whose table is in a store."
+        )
+    return layer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,6 @@ class Dense:
       Gluon, `SparseLinear` of the sparse API's design; MXNet, `sparse.dot`.
     """
 
-    _call: ClassVar[str] = "sparsejax.nn.Dense"  # its public name, for errors
     features: int
     in_features: int | None = None
     _: dataclasses.KW_ONLY
@@ -84,18 +83,17 @@ class Dense:
         return _layer.show(self)
 
     def __post_init__(self) -> None:
-        call, columns, dtype = self._call, self.in_features, self.dtype
-        _layer.check_bool(call, "use_bias", self.use_bias)
-        _layer.check_bool(call, "sparse_grad", self.sparse_grad, or_none=True)
-        for name in ("kernel_init", "bias_init"):
-            _layer.check_initializer(call, name, getattr(self, name))
+        columns, dtype = self.in_features, self.dtype
         if columns is not None:
-            columns = _layer.check_size(call, "in_features", columns)
+            columns = _arguments.static_int("in_features", columns, 1)
+        if self.sparse_grad is not None:
+            _arguments.check_bool("sparse_grad", self.sparse_grad)
         vars(self).update(
-            features=_layer.check_size(call, "features", self.features),
+            features=_arguments.static_int("features", self.features, 1),
             in_features=columns,
-            dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
-            param_dtype=_layer.check_dtype(call, "param_dtype", self.param_dtype),
+            use_bias=_arguments.check_bool("use_bias", self.use_bias),
+            dtype=dtype if dtype is None else _layer.check_dtype("dtype", dtype),
+            param_dtype=_layer.check_dtype("param_dtype", self.param_dtype),
             mode=_arguments.check_mode(self.mode, _MODES, _HINT),
         )
 
@@ -124,9 +122,8 @@ class Dense:
         kernel_key, bias_key = jax.random.split(key)
         columns = self._columns_of(x) if self.in_features is None else self.in_features
         shape, dtype = (columns, self.features), self.param_dtype
-        init, name = self.kernel_init, "kernel_init"
-        kernel = _layer.draw(self._call, name, init, kernel_key, shape, dtype)
-        params = {"kernel": kernel}
+        init = self.kernel_init
+        params = {"kernel": _layer.draw("kernel_init", init, kernel_key, shape, dtype)}
         if self.use_bias:
             params["bias"] = self.init_bias(bias_key)
         return params
@@ -134,23 +131,18 @@ class Dense:
     def init_bias(self, key: jax.Array) -> jax.Array:
         """The bias alone, `[F]`."""
         init, shape, dtype = self.bias_init, (self.features,), self.param_dtype
-        return _layer.draw(self._call, "bias_init", init, key, shape, dtype)
+        return _layer.draw("bias_init", init, key, shape, dtype)
 
     def _columns_of(self, x: Any) -> int:
         """The number of columns of an input; raises if it cannot be inferred."""
-        if x is None:
-            found = "neither in_features nor x was given"
-        elif isinstance(x, SegmentTensor):
-            found = "a SegmentTensor does not store its number of columns"
-        else:
-            shape = x.shape if hasattr(x, "shape") else np.shape(x)
-            if shape:
-                return _layer.check_size(f"{self._call}.init", "in_features", shape[-1])
-            found = f"x is {_arguments.kind_of(x)}"
-        raise ValueError(
-            f"{self._call}.init: cannot infer the number of columns of x: {found}. "
-            "Pass in_features to Dense, or call init(key, x) with an array."
-        )
+        shape = () if x is None or isinstance(x, SegmentTensor) else np.shape(x)
+        if not shape:
+            raise ValueError(
+                "the number of columns of x is not known: pass in_features to "
+                "sparsejax.nn.Dense, or call init(key, x) with an array, got "
+                f"{_arguments.kind_of(x)}."
+            )
+        return shape[-1]
 
     def __call__(self, params: PyTree, x: ArrayLike | CSRLike) -> jax.Array:
         """`x @ kernel + bias`.
@@ -171,24 +163,17 @@ class Dense:
             matrix, or `x` has the wrong number of columns.
         """
         names = ("kernel", "bias") if self.use_bias else ("kernel",)
-        params = _layer.check_params(self._call, params, names)
+        _layer.check_params(params, names)
         columns = self.in_features
         if columns is None:
-            found = getattr(params["kernel"], "shape", ())
-            if not found:
-                raise TypeError(
-                    f"{self._call}: params['kernel'] must be an array of shape "
-                    f"[in_features, {self.features}], got "
-                    f"{_arguments.kind_of(params['kernel'])}."
-                )
-            columns = found[0]
+            columns = params["kernel"].shape[0]
         shape = columns, self.features
-        kernel = _layer.table_of(self._call, params, "kernel", shape, self.sparse_grad)
-        x = _matrix.as_matrix(self._call, x, columns, self.mode)
+        kernel = _layer.table_of(params, "kernel", shape, self.sparse_grad)
+        x = _matrix.as_matrix(x, columns, self.mode)
         dtype = _matrix.result_dtype(x, kernel, self.dtype)
-        out = _matrix.multiply(self._call, x, kernel, dtype, self.mode)
+        out = _matrix.multiply(x, kernel, dtype, self.mode)
         if self.use_bias:
-            bias = _layer.parameter(self._call, params, "bias", shape[1:])
+            bias = _layer.parameter(params, "bias", shape[1:])
             out += jnp.expand_dims(bias.astype(out.dtype), range(out.ndim - 1))
         return out.astype(dtype)
 
@@ -213,13 +198,14 @@ class Dense:
           >>> sj.nn.Dense(1, 5, mode="fill").row_ids(x)["kernel"].tolist()
           [4, 1, 9, -1]
         """
-        call, columns = self._call, self.in_features
+        columns = self.in_features
         if columns is None:
             raise ValueError(
-                f"{call}.row_ids: the number of columns is not known. Pass in_features."
+                "sparsejax.nn.Dense.row_ids: the number of columns is not known. Pass "
+                "in_features."
             )
-        x = _matrix.as_elements(call, x, columns)
-        _matrix.check_columns(call, x, columns)
+        x = _matrix.as_elements(x, columns)
+        _matrix.check_columns(x, columns)
         index = x.values["index"] if isinstance(x.values, dict) else x.values
         index = _arguments.as_integers(index, "the index")
         index = _row_ids.on_host(index)

@@ -8,8 +8,7 @@ and may reduce them.
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +34,6 @@ TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
 class TableLayer:
     """A layer whose only parameter is a table, `{"embedding": [V, D]}`."""
 
-    _call: ClassVar[str]  # its public name, for errors
     num_embeddings: int
     features: int
     sparse_grad: bool
@@ -50,20 +48,21 @@ class TableLayer:
         return _layer.show(self)
 
     def __post_init__(self) -> None:
-        call, dtype = self._call, self.dtype
-        _layer.check_bool(call, "sparse_grad", self.sparse_grad)
-        _layer.check_initializer(call, "embedding_init", self.embedding_init)
-        param_dtype = _layer.check_dtype(call, "param_dtype", self.param_dtype)
+        dtype, param_dtype = (
+            self.dtype,
+            _layer.check_dtype("param_dtype", self.param_dtype),
+        )
         vars(self).update(
-            num_embeddings=_layer.check_size(
-                call, "num_embeddings", self.num_embeddings
+            num_embeddings=_arguments.static_int(
+                "num_embeddings", self.num_embeddings, 1
             ),
-            features=_layer.check_size(call, "features", self.features),
-            dtype=dtype if dtype is None else _layer.check_dtype(call, "dtype", dtype),
+            features=_arguments.static_int("features", self.features, 1),
+            dtype=dtype if dtype is None else _layer.check_dtype("dtype", dtype),
             param_dtype=param_dtype,
             padding_id=as_padding_id(self.padding_id),
             max_norm=lookup.check_max_norm(self.max_norm, param_dtype),
             mode=lookup.check_mode(self.mode),
+            sparse_grad=_arguments.check_bool("sparse_grad", self.sparse_grad),
         )
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
@@ -82,8 +81,8 @@ class TableLayer:
         """
         key = _arguments.as_key(key)
         shape, dtype = (self.num_embeddings, self.features), self.param_dtype
-        make = functools.partial(_layer.draw, self._call, "embedding_init")
-        return {"embedding": make(self.embedding_init, key, shape, dtype)}
+        init = self.embedding_init
+        return {"embedding": _layer.draw("embedding_init", init, key, shape, dtype)}
 
     def table(self, params: PyTree) -> Any:
         """The table in `params`, checked.
@@ -102,9 +101,9 @@ class TableLayer:
         """
         if table_or_none(params) is not None:
             params = {"embedding": params}
-        call, shape = self._call, (self.num_embeddings, self.features)
-        params = _layer.check_params(call, params, ("embedding",))
-        return _layer.table_of(call, params, "embedding", shape, self.sparse_grad)
+        _layer.check_params(params, ("embedding",))
+        shape = self.num_embeddings, self.features
+        return _layer.table_of(params, "embedding", shape, self.sparse_grad)
 
     def row_ids(self, ids: ArrayLike | SegmentTensor) -> dict[str, Any]:
         """The ids of the rows that the call reads, for pulling them from a store.
@@ -126,7 +125,7 @@ class TableLayer:
         """
         segments, given, skip = None, ids, np.zeros((), bool)
         if isinstance(ids, SegmentTensor):
-            segments, _ = split_weights(self._call, ids, None)
+            segments, _ = split_weights(ids, None)
             given = segments.values
         found: Any = _row_ids.on_host(_arguments.as_integers(given))
         if segments is not None:
@@ -191,7 +190,6 @@ class Embedding(TableLayer):
       PaddlePaddle, `embedding(is_sparse=True)`; flax, `Embed`.
     """
 
-    _call: ClassVar[str] = "sparsejax.nn.Embedding"
     num_embeddings: int
     features: int
     _: dataclasses.KW_ONLY
@@ -224,11 +222,6 @@ class Embedding(TableLayer):
         table = self.table(params)
         if not isinstance(ids, SegmentTensor):
             return self._rows(table, _arguments.as_integers(ids), None)
-        if not hasattr(ids.values, "dtype"):
-            name, want = "the values of a SegmentTensor", "one array of ids"
-            found = _arguments.kind_of(ids.values)
-            fix = "Pass only the ids: st.map(lambda values: values['ids'])."
-            raise _arguments.wrong_type(self._call, name, want, found, fix)
         inside = indexing.in_range(ids.segment_ids, ids.num_segments)
         values = _arguments.as_integers(ids.values)
         inside = indexing.append_axes(inside, values.ndim)
@@ -274,16 +267,14 @@ class Embedding(TableLayer):
           Improve Language Models".
         """
         table = self.table(params)
-        call = f"{self._call}.attend"
         check_whole("params['embedding']", table, "attend")
-        query = _arguments.as_array(query)
-        shape, kind = getattr(query, "shape", ()), getattr(query, "dtype", None)
-        floats = kind is not None and jnp.issubdtype(kind, jnp.floating)
-        if not floats or shape[-1:] != (self.features,):
-            found = f"{kind} of shape {shape}" if kind else _arguments.kind_of(query)
-            want = f"a real floating-point array [..., {self.features}]"
-            raise _arguments.wrong_type(call, "query", want, found)
-        dtype = self.dtype or indexing.promote(kind, table.dtype)
+        query = jnp.asarray(query)
+        _arguments.check_floats(query, "query")
+        if query.shape[-1:] != (self.features,):
+            raise ValueError(
+                f"query must have shape [..., {self.features}], got {query.shape}."
+            )
+        dtype = self.dtype or indexing.promote(query.dtype, table.dtype)
         wide = indexing.accumulator_dtype(dtype)
         factors = [jnp.asarray(x).astype(dtype) for x in (query, table)]
         return jnp.tensordot(
@@ -330,7 +321,6 @@ class EmbeddingBag(TableLayer):
       PyTorch, `nn.EmbeddingBag(sparse=True)`; TorchRec, `EmbeddingBagConfig`.
     """
 
-    _call: ClassVar[str] = "sparsejax.nn.EmbeddingBag"
     num_embeddings: int
     features: int
     _: dataclasses.KW_ONLY
@@ -383,7 +373,7 @@ class EmbeddingBag(TableLayer):
         """
         table = self.table(params)
         if isinstance(ids, SegmentTensor):
-            ids, weights = split_weights(self._call, ids, weights)
+            ids, weights = split_weights(ids, weights)
         out = embedding_bag(
             table,
             ids,
@@ -402,17 +392,15 @@ class EmbeddingBag(TableLayer):
 # ------------------------------------------------------------------ arguments
 
 
-def split_weights(
-    call: str, ids: SegmentTensor, weights: Any
-) -> tuple[SegmentTensor, Any]:
+def split_weights(ids: SegmentTensor, weights: Any) -> tuple[SegmentTensor, Any]:
     """Ids and weights; splits the values of a SegmentTensor of `{"index", "value"}`."""
     values = ids.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         return ids, weights
     if weights is not None:
         raise ValueError(
-            f"{call}: weights were given twice: as the 'value' of the SegmentTensor "
-            "ids, and as weights. Leave weights out, or pass ids without 'value'."
+            "weights are given twice: as the 'value' of the SegmentTensor ids, and as "
+            "weights. Leave weights out, or pass ids without 'value'."
         )
     static = ids.num_segments, ids.is_sorted
     children = values["index"], ids.segment_ids

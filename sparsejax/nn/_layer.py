@@ -12,11 +12,12 @@ A new layer is a frozen dataclass with `init(key)`, `__call__(params, x)` and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sparsejax import _arguments, _compat
@@ -84,42 +85,11 @@ def tables(layers: PyTree) -> Any:
 # ------------------------------------------------------------------ fields
 
 
-def check_size(call: str, name: str, value: Any) -> int:
-    """`value` as a positive int; raises for anything else."""
-    if isinstance(value, bool):
-        raise _arguments.wrong_type(call, name, "a positive int", str(value))
-    return _arguments.static_int(name, value, 1)
-
-
-def check_dtype(call: str, name: str, value: Any) -> Any:
-    """`value` as a real floating-point dtype; raises for anything else."""
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if value is None or dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        want = "a real floating-point dtype"
-        raise _arguments.wrong_type(call, name, want, repr(value))
-    return dtype
-
-
-def check_bool(call: str, name: str, value: Any, or_none: bool = False) -> Any:
-    """Returns `value`; raises unless it is a bool, or None with `or_none`."""
-    if isinstance(value, bool) or (or_none and value is None):
-        return value
-    want = "True, False or None" if or_none else "True or False"
-    raise _arguments.wrong_type(call, name, want, _arguments.show(value))
-
-
-def check_initializer(call: str, name: str, value: Any) -> Any:
-    """Returns `value`; raises unless it is callable."""
-    if not callable(value):
-        want = (
-            "a function (key, shape, dtype) -> array, for example "
-            "jax.nn.initializers.normal(0.01)"
-        )
-        raise _arguments.wrong_type(call, name, want, _arguments.show(value))
-    return value
+def check_dtype(name: str, value: Any) -> Any:
+    """Returns `value` as a real floating-point dtype, or raises."""
+    if value is None or not jnp.issubdtype(jnp.dtype(value), jnp.floating):
+        raise TypeError(f"{name} must be a real floating-point dtype, got {value!r}.")
+    return jnp.dtype(value)
 
 
 def show(self: Any) -> str:
@@ -141,58 +111,50 @@ def show(self: Any) -> str:
 
 
 def draw(
-    call: str, name: str, initializer: Initializer, key: Any, shape: tuple, dtype: Any
+    name: str, initializer: Initializer, key: Any, shape: tuple, dtype: Any
 ) -> Any:
     """A parameter's initial values; raises if they have the wrong shape."""
     made = initializer(key, shape, dtype)
-    found = getattr(made, "shape", None)
-    if found != shape:
+    if np.shape(made) != shape:
         raise ValueError(
-            f"{call}.init: {name} must return an array of the requested shape "
-            f"{shape}, got {found or _arguments.kind_of(made)}."
+            f"{name} must return an array of the requested shape {shape}, got "
+            f"{np.shape(made)}."
         )
     return made
 
 
-def check_params(call: str, params: Any, names: Sequence[str]) -> Any:
-    """Returns `params`; raises unless it is a mapping with exactly these names."""
-    if isinstance(params, Mapping) and set(params) == set(names):
-        return params
-    found = _arguments.kind_of(params)
-    if isinstance(params, Mapping):
-        found = f"keys {sorted(map(str, params))}"
-    raise TypeError(
-        f"{call}: params must be the dict returned by {call}.init(key), with keys "
-        f"{sorted(names)}, got {found}."
-    )
+def check_params(params: Any, names: Iterable[str]) -> None:
+    """Raises unless `params` is a mapping with exactly these names."""
+    if not isinstance(params, Mapping) or set(params) != set(names):
+        is_dict = isinstance(params, Mapping)
+        raise TypeError(
+            f"params must be a dict with the keys {sorted(names)}, as init(key) returns "
+            "it, got "
+            + (f"{sorted(params)}." if is_dict else f"{_arguments.kind_of(params)}.")
+        )
 
 
-def parameter(call: str, params: Any, name: str, shape: tuple) -> Any:
+def parameter(params: Any, name: str, shape: tuple) -> Any:
     """One parameter, an array or a table of that shape; raises otherwise."""
     value = table_or_none(params[name])
-    if value is None:
-        given, called = params[name], f"params[{name!r}]"
-        want = f"an array of shape {shape}"
-        fix = _arguments.convert_tensor(given, called)
-        raise _arguments.wrong_type(call, called, want, _arguments.kind_of(given), fix)
-    if tuple(value.shape) != shape:
-        raise ValueError(
-            f"{call}: params[{name!r}] must have shape {shape}, got {value.shape}. "
-            "These parameters do not match this layer."
+    if value is None or tuple(value.shape) != shape:
+        shown = f"params[{name!r}]"
+        raise (TypeError if value is None else ValueError)(
+            f"{shown} must be an array of shape {shape}, got "
+            f"{_arguments.kind_of(params[name])}. "
+            f"{_arguments.convert_tensor(params[name], shown)}".rstrip()
         )
     return value
 
 
-def table_of(
-    call: str, params: Any, name: str, shape: tuple, sparse_grad: bool | None
-) -> Any:
+def table_of(params: Any, name: str, shape: tuple, sparse_grad: bool | None) -> Any:
     """A parameter that is read by rows; with `sparse_grad=False` its gradient is dense.
 
     The dense gradient comes from an identity that `sparsejax.grad` has no rule for, so
     it treats the read as a use of the whole table. If `tables=` requires a sparse
     gradient, the DensifyError shows the primitive `dense_gradient`.
     """
-    table = parameter(call, params, name, shape)
+    table = parameter(params, name, shape)
     if sparse_grad is not False or not isinstance(table, jax.Array):
         return table
     if _arguments.is_concrete(table):  # not differentiated: no need for a copy
@@ -208,16 +170,15 @@ dense_gradient_p = _compat.primitive("dense_gradient", lambda x: x, {})
 # ------------------------------------------------------------------ for frameworks
 
 
-def check_layer(call: str, layer: Any) -> Any:
+def check_layer(layer: Any) -> Any:
     """Returns `layer`; raises unless it has a layer's two methods."""
     is_class = isinstance(layer, type)
-    if not is_class and callable(layer) and callable(getattr(layer, "init", None)):
-        return layer
-    found = f"the class {layer.__name__}" if is_class else _arguments.show(layer)
-    raise TypeError(
-        f"{call}: layer must be a layer of sparsejax.nn, or an object with init(key) "
-        f"and __call__(params, *inputs), got {found}."
-    )
+    if is_class or not callable(layer) or not hasattr(layer, "init"):
+        raise TypeError(
+            "layer must be a layer of sparsejax.nn, or an object with init(key) and "
+            f"__call__(params, *inputs), got {layer!r}."
+        )
+    return layer
 
 
 def init_for(layer: Any, key: jax.Array, *inputs: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
@@ -68,85 +69,66 @@ class Elements(SegmentTensor):
 # ------------------------------------------------------------------ arguments
 
 
-def as_matrix(call: str, x: Any, columns: int, mode: str = "drop") -> Any:
+def as_matrix(x: Any, columns: int, mode: str = "drop") -> Any:
     """Converts `x` to an array `[..., columns]` or a `Csr`; raises if it cannot.
 
     Args:
-      call: the public call, for errors.
       x: the argument.
       columns: the number of columns that `x` must have.
       mode: of the layer. With `"drop"`, an element whose column is out of range
         contributes zero; otherwise its column is left unchanged.
     """
-    if isinstance(x, SegmentTensor):
-        check_columns(call, x, columns)
-        return _as_csr(call, x, columns, mode)
-    if all(hasattr(x, name) for name in ("indptr", "indices", "data")):
-        shape = getattr(x, "shape", None)
-        if shape is not None and shape[-1] != columns:
-            raise _other_columns(call, shape, columns)
-        return _as_csr(call, SegmentTensor.from_csr(x), columns, mode)
-    try:
-        array = jnp.asarray(x)
-    except (TypeError, ValueError):
-        array = None
-    if array is None or array.ndim == 0 or not _is_real(array.dtype):
-        found = _arguments.kind_of(x)
-        if array is not None:
-            found = f"{array.dtype} of shape {array.shape}"
-        want = (
-            f"a numeric array [..., {columns}] or CSR (a SegmentTensor of {{'index', "
-            "'value'} or of indices, a scipy CSR matrix, or a BCSR)"
-        )
-        raise _arguments.wrong_type(call, "x", want, found)
-    if array.shape[-1] != columns:
-        raise _other_columns(call, array.shape, columns)
-    return array
+    if not isinstance(x, SegmentTensor):
+        shape = np.shape(x)
+        if not shape or shape[-1] != columns:
+            raise _other_columns(shape, columns)
+        if not all(hasattr(x, name) for name in ("indptr", "indices", "data")):
+            array = _arguments.to_array(x, "x")
+            if not _is_real(array.dtype):
+                raise TypeError(f"x must be real numbers, got {array.dtype}.")
+            return array
+        x = SegmentTensor.from_csr(x)
+    check_columns(x, columns)
+    return _as_csr(x, columns, mode)
 
 
-def as_elements(call: str, x: Any, columns: int) -> SegmentTensor:
+def as_elements(x: Any, columns: int) -> SegmentTensor:
     """The elements of a CSR matrix; raises for an array, which has every column."""
     if isinstance(x, SegmentTensor):
         return x  # unchanged: nothing is copied to a device
-    matrix = as_matrix(call, x, columns)
+    matrix = as_matrix(x, columns)
     if isinstance(matrix, Csr):
         return matrix.elements
     raise TypeError(
-        f"{call}: inputs must be CSR, got an array of shape {matrix.shape}. An array "
-        "has every column, so every row of the table would be pulled. Convert it with "
+        f"inputs must be CSR, got an array of shape {matrix.shape}, which has every "
+        "column, so every row of the table would be pulled. Convert it with "
         "SegmentTensor.from_csr, or use sparsejax.nn.Dense on the whole weights."
     )
 
 
-def check_columns(call: str, x: SegmentTensor, columns: int) -> None:
+def check_columns(x: SegmentTensor, columns: int) -> None:
     """Raises if `x` is known to have a different number of columns."""
     if isinstance(x, Elements) and x.columns != columns:
-        raise _other_columns(call, (x.num_segments, x.columns), columns)
+        raise _other_columns((x.num_segments, x.columns), columns)
 
 
-def _other_columns(call: str, shape: tuple, columns: int) -> ValueError:
+def _other_columns(shape: tuple, columns: int) -> ValueError:
     """The error for a matrix whose last axis is not `columns`."""
     return ValueError(
-        f"{call}: x must have {columns} columns (in_features), got {shape[-1]} (shape "
-        f"{shape})."
+        f"x must have {columns} columns (in_features), got shape {shape}."
     )
 
 
-def _as_csr(call: str, x: SegmentTensor, columns: int, mode: str) -> Csr:
+def _as_csr(x: SegmentTensor, columns: int, mode: str) -> Csr:
     index, value = x.values, None
-    if isinstance(x.values, dict) and x.values.keys() == {"index", "value"}:
-        index, value = x.values["index"], x.values["value"]
-    fine = getattr(index, "ndim", None) == 1 and jnp.issubdtype(
-        index.dtype, jnp.integer
-    )
-    if fine and value is not None:
-        real = _is_real(getattr(value, "dtype", jnp.bool_))
-        fine = real and getattr(value, "shape", None) == index.shape
-    if not fine:
-        name = "the values of a SegmentTensor"
-        want = "{'index': int[n], 'value': dtype[n]}, or int[n] if all values are one"
-        raise _arguments.wrong_type(call, name, want, _describe(x.values))
-    index = _arguments.as_ids(index, columns, "the index")
+    if isinstance(x.values, dict):
+        index, value = x.values.get("index"), x.values.get("value")
+    index = _arguments.as_ids(index, columns, "the index of x")
+    if value is not None and (value.shape != index.shape or not _is_real(value.dtype)):
+        raise TypeError(
+            "the value of x must be real numbers in the shape of its index, "
+            f"{index.shape}, got {value.dtype} of shape {value.shape}."
+        )
     counts = indexing.in_range(x.segment_ids, x.num_segments)
     if mode == "drop":
         counts &= indexing.in_range(index, columns)
@@ -160,15 +142,6 @@ def _is_real(dtype: Any) -> bool:
     return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
 
 
-def _describe(values: Any) -> str:
-    if isinstance(values, dict):
-        parts = (f"{k!r}: {_describe(v)}" for k, v in sorted(values.items()))
-        return "{" + ", ".join(parts) + "}"
-    if isinstance(values, jax.Array):
-        return f"{values.dtype}{list(values.shape)}"
-    return type(values).__name__
-
-
 # ------------------------------------------------------------------ operations
 
 
@@ -176,12 +149,13 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
     """The dtype of `x @ weights`: `dtype`, or the promoted dtype of both."""
     if dtype is not None:
         return dtype
-    own = getattr(x, "value" if isinstance(x, Csr) else "dtype")
-    own = getattr(own, "dtype", own)
-    return weights.dtype if own is None else indexing.promote(own, weights.dtype)
+    factor = x.value if isinstance(x, Csr) else x
+    if factor is None:
+        return weights.dtype
+    return indexing.promote(factor.dtype, weights.dtype)
 
 
-def multiply(call: str, x: Any, weights: Any, dtype: Any, mode: str) -> jax.Array:
+def multiply(x: Any, weights: Any, dtype: Any, mode: str) -> jax.Array:
     """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32.
 
     `mode` decides what an element reads if its column is out of range or not stored.

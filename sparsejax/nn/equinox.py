@@ -13,9 +13,6 @@ from sparsejax._arguments import as_key
 from sparsejax.nn._layer import check_layer, init_for
 
 
-_CALL = "sparsejax.nn.equinox.Layer"
-
-
 class Layer(eqx.Module):
     """An equinox module that wraps a layer of `sparsejax.nn`, or an object like one.
 
@@ -40,7 +37,7 @@ class Layer(eqx.Module):
     layer: Any = eqx.field(static=True)
 
     def __init__(self, layer: Any, *inputs: Any, key: jax.Array):
-        self.layer = check_layer(_CALL, layer)
+        self.layer = check_layer(layer)
         self.params = init_for(layer, as_key(key), *inputs[:1])
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:

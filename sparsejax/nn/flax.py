@@ -21,9 +21,6 @@ from sparsejax.nn._matrix import Elements
 from sparsejax.parallel import ShardedTable
 
 
-_CALL = "sparsejax.nn.flax.Layer"
-
-
 class Layer(linen.Module):
     """A linen module that wraps a layer of `sparsejax.nn`, or an object like one.
 
@@ -49,7 +46,7 @@ class Layer(linen.Module):
     layer: Any
 
     def __post_init__(self) -> None:
-        check_layer(_CALL, self.layer)
+        check_layer(self.layer)
         super().__post_init__()
 
     @linen.compact
@@ -77,36 +74,29 @@ class Layer(linen.Module):
 
 def _to_state(tree: Any) -> dict[str, Any]:
     """The leaves under their paths; row ids, which msgpack cannot hold, as words."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        jax.tree_util.keystr(path): jax.random.key_data(x) if _is_opaque(x) else x
-        for path, x in found
-    }
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    words = lambda x: jax.random.key_data(x) if is_key(x) else x
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): words(x) for path, x in leaves}
 
 
 def _from_state(target: Any, state: dict[str, Any]) -> Any:
     """A tree like `target` with the leaves of `state`."""
+    kinds = lambda t: {k: (np.shape(x), x.dtype) for k, x in t.items()}
     wanted = _to_state(target)
-    kinds = [{k: (np.shape(x), x.dtype) for k, x in t.items()} for t in (wanted, state)]
-    if kinds[0] != kinds[1]:
-        name = type(target).__name__
+    if kinds(wanted) != kinds(state):
         raise ValueError(
-            f"flax.serialization: the saved {name} has other leaves than the target. "
-            f"Saved: {kinds[1]}; target: {kinds[0]}. Make the target as the saved "
-            f"{name} was made."
+            f"flax.serialization: the saved {type(target).__name__} has other leaves "
+            f"than the target. Saved: {kinds(state)}; target: {kinds(wanted)}."
         )
     leaves, treedef = jax.tree.flatten(target)
-    found = [state[name] for name in wanted]
-    return treedef.unflatten(
-        jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
-        if _is_opaque(like)
-        else x
-        for like, x in zip(leaves, found, strict=True)
-    )
-
-
-def _is_opaque(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    new = [
+        x
+        if like.dtype == x.dtype
+        else jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
+        for like, x in zip(leaves, map(state.get, wanted), strict=True)
+    ]
+    return treedef.unflatten(new)
 
 
 def _refuse(table: ShardedTable, *state: Any) -> NoReturn:

@@ -19,9 +19,6 @@ from sparsejax.transform.grad import value_and_grad as _value_and_grad, without_
 from sparsejax.transform.trace import check_fun
 
 
-_CALL = "sparsejax.nn.nnx.Layer"
-
-
 class Layer(nnx.Module):
     """An nnx module that wraps a layer of `sparsejax.nn`, or an object like one.
 
@@ -45,12 +42,7 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, layer: Any, *inputs: Any, rngs: nnx.Rngs):
-        self.layer: Any = check_layer(_CALL, layer)
-        if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(
-                f"{_CALL}: rngs must be a flax.nnx.Rngs, for example nnx.Rngs(0), got "
-                f"{rngs!r}."
-            )
+        self.layer: Any = check_layer(layer)
         made = init_for(layer, rngs.params(), *inputs[:1])
         # flax 0.11 has no nnx.Dict: there a module may hold a dict.
         as_node: Any = getattr(nnx, "Dict", dict)
@@ -74,6 +66,7 @@ class Layer(nnx.Module):
 
 
 Argnums = int | nnx.DiffState | Sequence[int | nnx.DiffState]
+_CONTEXT = "sparsejax.nn.nnx.value_and_grad"  # of flax, for references
 
 
 def value_and_grad(
@@ -137,7 +130,7 @@ def value_and_grad(
     References:
       flax, `nnx.value_and_grad`; PaddlePaddle, `embedding(is_sparse=True)`.
     """
-    return _transform("value_and_grad", fun, argnums, has_aux, tables)
+    return _transform(fun, argnums, has_aux, tables)
 
 
 def grad(
@@ -180,15 +173,12 @@ def grad(
     References:
       flax, `nnx.grad`.
     """
-    both = _transform("grad", fun, argnums, has_aux, tables)
+    both = _transform(fun, argnums, has_aux, tables)
     return without_value(fun, both, has_aux)
 
 
-def _transform(
-    name: str, fun: Any, argnums: Any, has_aux: Any, tables: Any
-) -> Callable[..., Any]:
-    """`value_and_grad`, with errors that name the function `name`."""
-    call = f"sparsejax.nn.nnx.{name}"
+def _transform(fun: Any, argnums: Any, has_aux: Any, tables: Any) -> Callable[..., Any]:
+    """`value_and_grad`."""
     several = isinstance(argnums, (tuple, list))
     chosen = tuple(argnums) if several else (argnums,)
     plain = tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in chosen)
@@ -196,89 +186,116 @@ def _transform(
     if isinstance(getattr(fun, "__self__", None), nnx.Module):
         shown = f"{type(fun.__self__).__name__}.{fun.__name__}"
         raise TypeError(
-            f"{call}: fun must be a function that takes the module as an argument, got "
-            f"the method {shown} of a module. Pass {shown} and call it with the module "
+            "fun must be a function that takes the module as an argument, got the "
+            f"method {shown} of a module. Pass {shown} and call it with the module "
             "first, or write a function of the module."
         )
 
     @functools.wraps(fun)
-    @nnx.update_context(call)
+    @nnx.update_context(_CONTEXT)
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _by_position(fun, args, kwargs)
         filters: list[Any] = [None] * len(args)
         for number, n in zip(plain, chosen):
-            if -len(args) <= number < len(args):  # `value_and_grad` refuses the others
+            if -len(args) <= number < len(args):  # `_value_and_grad` refuses the others
                 wanted = n.filter if isinstance(n, nnx.DiffState) else nnx.Param
                 filters[number] = nnx.DiffState(-1, wanted)
-        undifferentiated: list[Any] = []
-
-        def split(context, path, prefix, node):
-            if prefix is None or isinstance(node, nnx.Variable):
-                undifferentiated.append(())
-                return nnx.NodeStates.from_split(*context.split(node))
-            graph, state, rest = context.split(node, prefix.filter, ...)
-            undifferentiated.append((rest,))
-            return nnx.NodeStates.from_split(graph, state)
-
-        pure: Any = nnx.to_tree(
-            (args, kwargs), prefix=(tuple(filters), None), split_fn=split, ctxtag=call
-        )
-        differentiated = [f is not None for f in filters]
-        arguments = tuple(
-            jax.tree.map(_state, x, is_leaf=_is_node) if wanted else None
-            for x, wanted in zip(pure[0], differentiated)
-        )
-        before = jax.tree.leaves((arguments, pure, undifferentiated))
-        unchanged: list[int | None] = []
-        changed_shape: Any = None
-
-        @functools.wraps(fun)
-        def pure_fun(*states):
-            nonlocal changed_shape
-            given = jax.tree.leaves((states, pure, undifferentiated))
-            index = {id(x): k for k, x in enumerate(given)}
-            merged = tuple(
-                _with_state(x, state) if wanted else x
-                for x, state, wanted in zip(pure[0], states, differentiated)
-            )
-            rests = iter(undifferentiated)
-
-            def merge(context, path, prefix, node):
-                return context.merge(node.graphdef, node.state, *next(rests))
-
-            inner_args, inner_kwargs = nnx.from_tree(
-                (merged, pure[1]), merge_fn=merge, ctxtag=call, is_inner=True
-            )
-            out = fun(*inner_args, **inner_kwargs)
-            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-                raise TypeError(
-                    f"{call}: with has_aux=True the function must return (loss, aux), "
-                    f"got {_arguments.kind_of(out)}."
-                )
-            loss, aux = out if has_aux else (out, None)
-            inner_out, aux = nnx.to_tree(((inner_args, inner_kwargs), aux), ctxtag=call)
-            # An argument that is not a module is not updated.
-            inner_out = [
-                x for x in jax.tree.leaves(inner_out, is_leaf=_is_node) if _is_node(x)
-            ]
-            leaves, changed_shape = jax.tree.flatten((inner_out, aux))
-            # A table that `fun` has not changed stays out of the program's outputs,
-            # where it would be copied.
-            unchanged[:] = [index.get(id(x)) for x in leaves]
-            changed = [x for x, k in zip(leaves, unchanged) if k is None]
-            return loss, changed
-
-        states = _as_states(tables, arguments, numbers)
-        both = _value_and_grad(pure_fun, numbers, True, tables=states)
-        (loss, changed), grads = both(*arguments)
-        new = iter(changed)
-        leaves = [next(new) if k is None else before[k] for k in unchanged]
-        _, aux = nnx.from_tree(
-            jax.tree.unflatten(changed_shape, leaves), ctxtag=call, is_inner=False
-        )
+        call = _Call(args, kwargs, filters)
+        states = _as_states(tables, call.states, numbers)
+        program = call.program(fun, has_aux)
+        both = _value_and_grad(program, numbers, True, tables=states)
+        (loss, changed), grads = both(*call.states)
+        aux = call.update(changed)
         return ((loss, aux) if has_aux else loss), grads
 
     return run
+
+
+class _Call:
+    """A call with modules among its arguments, as a call with arrays alone.
+
+    Args:
+      args, kwargs: of the call.
+      filters: for each of `args` which of its variables are differentiated, or None.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, filters: Sequence[Any]):
+        # By node, the variables that are not differentiated, in a tuple; () for all.
+        self._others: list[Any] = []
+
+        def split(context, path, prefix, node):
+            if prefix is None or isinstance(node, nnx.Variable):
+                self._others.append(())
+                return nnx.NodeStates.from_split(*context.split(node))
+            graph, state, others = context.split(node, prefix.filter, ...)
+            self._others.append((others,))
+            return nnx.NodeStates.from_split(graph, state)
+
+        prefix = tuple(filters), None
+        pure: Any = nnx.to_tree(
+            (args, kwargs), prefix=prefix, split_fn=split, ctxtag=_CONTEXT
+        )
+        self._args, self._kwargs = pure
+        self._is_differentiated = [f is not None for f in filters]
+        self.states = tuple(
+            jax.tree.map(_state, x, is_leaf=_is_node) if wanted else None
+            for x, wanted in zip(self._args, self._is_differentiated)
+        )
+        # Of the program's outputs: which inputs they are unchanged, and their tree.
+        self._unchanged: list[int | None] = []
+        self._outputs: Any = None
+
+    def _inputs(self, states: Any) -> list[Any]:
+        return jax.tree.leaves((states, self._args, self._kwargs, self._others))
+
+    def program(self, fun: Any, has_aux: bool) -> Callable[..., Any]:
+        """A function of `states` that returns the loss and the arrays that it changes.
+
+        A table that `fun` has not changed stays out of the program's outputs, where it
+        would be copied.
+        """
+
+        @functools.wraps(fun)
+        def pure_fun(*states):
+            inputs = {id(x): k for k, x in enumerate(self._inputs(states))}
+            args, kwargs = self._merge(states)
+            out = fun(*args, **kwargs)
+            if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+                raise TypeError(
+                    "with has_aux=True the function must return (loss, aux), got "
+                    f"{_arguments.kind_of(out)}."
+                )
+            loss, aux = out if has_aux else (out, None)
+            after, aux = nnx.to_tree(((args, kwargs), aux), ctxtag=_CONTEXT)
+            # An argument that is not a module is not updated.
+            after = [x for x in jax.tree.leaves(after, is_leaf=_is_node) if _is_node(x)]
+            leaves, self._outputs = jax.tree.flatten((after, aux))
+            self._unchanged = [inputs.get(id(x)) for x in leaves]
+            return loss, [x for x, k in zip(leaves, self._unchanged) if k is None]
+
+        return pure_fun
+
+    def _merge(self, states: Any) -> Any:
+        """The arguments with modules, inside of the program."""
+        args = tuple(
+            _with_state(x, state) if wanted else x
+            for x, state, wanted in zip(self._args, states, self._is_differentiated)
+        )
+        others = iter(self._others)
+
+        def merge(context, path, prefix, node):
+            return context.merge(node.graphdef, node.state, *next(others))
+
+        return nnx.from_tree(
+            (args, self._kwargs), merge_fn=merge, ctxtag=_CONTEXT, is_inner=True
+        )
+
+    def update(self, changed: Sequence[Any]) -> Any:
+        """Puts what the program has changed into the modules; returns `aux`."""
+        new, before = iter(changed), self._inputs(self.states)
+        leaves = [next(new) if k is None else before[k] for k in self._unchanged]
+        out = self._outputs.unflatten(leaves)
+        return nnx.from_tree(out, ctxtag=_CONTEXT, is_inner=False)[1]
 
 
 def _by_position(fun: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:

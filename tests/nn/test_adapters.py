@@ -155,7 +155,7 @@ def test_wrong_arguments():
     bad: Any = 3
     for call, said in (
         (lambda: sj.nn.flax.Layer(sj.nn.Dense), "layer must be a layer .*class"),
-        (lambda: sj.nn.nnx.Layer(bad, rngs=nnx.Rngs(0)), "nnx.Layer: layer must be"),
+        (lambda: sj.nn.nnx.Layer(bad, rngs=nnx.Rngs(0)), "layer must be a"),
         (lambda: sj.nn.equinox.Layer(bad, key=jax.random.key(0)), "layer must be a"),
         (lambda: sj.nn.equinox.Layer(LAYER, key=bad), "key must be one PRNG key"),
     ):

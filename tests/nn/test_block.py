@@ -274,9 +274,8 @@ def test_bad_arguments():
         (lambda: SparseEmbedding(3, 2, name=7), "name must be a str"),  # type: ignore
         (lambda: SparseEmbedding(3, 2, mode="nan"), "mode must be one of"),
         (lambda: SparseLinear(2, 3, param_dtype=jnp.int32), "param_dtype must be"),
-        (lambda: SparseEmbedding(3, 2, embedding_init=0.1), "embedding_init must"),  # pyright: ignore[reportArgumentType]
         (lambda: linear().row_ids(np.ones((2, 4))), "inputs must be CSR"),
-        (lambda: linear().row_ids(MATRIX[:, :2]), "x must have 4 columns .* got 2"),
+        (lambda: linear().row_ids(MATRIX[:, :2]), r"x must have 4 columns .* 2\)"),
         (lambda: embedding().row_ids([0.5]), "must be integers"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
