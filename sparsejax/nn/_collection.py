@@ -352,7 +352,8 @@ class EmbeddingCollection:
             raise ValueError(
                 "sparsejax.nn.EmbeddingCollection: ids and weights must be of the "
                 f"features {[name for name, _, _ in self.features]}, and weights "
-                f"beside their ids, got ids of {list(ids)} and weights of {list(weights)}."
+                f"beside their ids, got ids of {list(ids)} and weights of "
+                f"{list(weights)}."
             )
         return [
             Feature.of(
