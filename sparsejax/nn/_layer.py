@@ -128,9 +128,8 @@ def check_params(params: Any, names: Iterable[str]) -> None:
     if not isinstance(params, Mapping) or set(params) != set(names):
         is_dict = isinstance(params, Mapping)
         raise TypeError(
-            f"params must be a dict with the keys {sorted(names)}, as init(key) returns "
-            "it, got "
-            + (f"{sorted(params)}." if is_dict else f"{_arguments.kind_of(params)}.")
+            f"params must be a dict with the keys {sorted(names)}, as init(key) returns"
+            f" it, got {sorted(params) if is_dict else _arguments.kind_of(params)}."
         )
 
 

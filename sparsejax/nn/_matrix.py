@@ -122,7 +122,7 @@ def _other_columns(shape: tuple, columns: int) -> ValueError:
 def _as_csr(x: SegmentTensor, columns: int, mode: str) -> Csr:
     index, value = x.values, None
     if isinstance(x.values, dict):
-        index, value = x.values.get("index"), x.values.get("value")
+        index, value = x.values["index"], x.values["value"]
     index = _arguments.as_ids(index, columns, "the index of x")
     if value is not None and (value.shape != index.shape or not _is_real(value.dtype)):
         raise TypeError(

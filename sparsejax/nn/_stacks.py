@@ -92,8 +92,8 @@ class Feature:
         elif segments is not None:
             if ids.ndim != 1:
                 raise ValueError(
-                    f"sparsejax.nn.EmbeddingCollection: the bags of the feature {name!r} "
-                    f"need a SegmentTensor of ids [n], got ids of shape {ids.shape}."
+                    "sparsejax.nn.EmbeddingCollection: a SegmentTensor of bags has ids "
+                    f"[n], but the feature {name!r} has ids of shape {ids.shape}."
                 )
             shape = (segments.num_segments,)
         else:
@@ -178,10 +178,10 @@ def _as_weights(
     real = not jnp.iscomplexobj(weights) and weights.dtype != bool
     if weights.shape != shape or not real or combiner not in ("sum", "mean", "sqrtn"):
         raise ValueError(
-            "sparsejax.nn.EmbeddingCollection: weights must be real numbers in the shape "
-            f"of the ids, for the combiners sum, mean and sqrtn; those of {name!r}, with "
-            f"ids of shape {shape} and {combiner!r}, are {weights.dtype} of shape "
-            f"{weights.shape}."
+            "sparsejax.nn.EmbeddingCollection: weights must be real numbers in the "
+            f"shape of the ids, for the combiners sum, mean and sqrtn; the feature "
+            f"{name!r}, with ids of shape {shape} and combiner {combiner!r}, has "
+            f"{weights.dtype} of shape {weights.shape}."
         )
     return weights.astype(indexing.float_accumulator_dtype(layer.param_dtype))
 

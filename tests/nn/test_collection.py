@@ -387,7 +387,7 @@ WRONG_CALLS = [
     ),
     (
         dict(ids={"user": TWO}, weights={"user": jnp.ones(3)}),
-        r"'user', with ids of shape \(2,\).*of shape \(3,\)",
+        r"'user', with ids of shape \(2,\).*has .* of shape \(3,\)",
     ),
     (dict(ids={"seen": TWO}, weights={"seen": TWO}), "'max'"),
 ]
