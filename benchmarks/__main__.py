@@ -13,19 +13,10 @@ NAMES = (
     "models",
     "races",
     "step",
-    "flat",
-    "trace",
-    "bag",
-    "segment",
-    "exact_loss",
-    "sharded",
-    "dlrm",
+    "ops",
     "store",
-    "stored",
-    "index",
-    "cache",
-    "quantized",
-    "keras_fit",
+    "sharded",
+    "exact_loss",
 )
 
 

@@ -18,7 +18,7 @@ Then a collection of tables, each read by a bag a row of the batch, in every lay
 that a device holds and sends, what the compiled program sends, and the time of a step.
 
     python -m benchmarks sharded
-    python -m benchmarks sharded --rows 100000 --check --json sharded.jsonl
+    python -m benchmarks sharded --case table --rows 100000 --check --json out.jsonl
 
 Devices are made of the CPU where there are no others: these share its cores, and what
 they exchange is a copy in memory. So times show what the work costs, and bytes what a
@@ -142,64 +142,70 @@ def make_batch(
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record for each number of devices and of rows."""
-    for devices in args.devices:
+    """A record for each number of devices and of rows, and for each collection."""
+    for devices in args.devices if args.case != "collection" else ():
         for rows in args.rows:
-            yield measure(args, devices, rows)
+            yield measure_table(args, devices, rows)
+    for devices in args.devices if args.case != "table" else ():
+        yield measure_collection(args, devices)
 
 
-def measure(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]:
-    """Compiles the sides, compares and times them."""
-    mesh, rng = make_mesh(devices), np.random.default_rng(0)
-    table = rng.standard_normal((rows, args.dim), dtype=np.float32)
-    batch = functools.partial(make_batch, args, mesh, rows, rng)
+def measure(
+    args: argparse.Namespace, sides: dict[str, Any], batch: Callable[[], Any]
+) -> dict[str, Any]:
+    """Compiles, compares and times sides, `(step, (params, state), kind of batch)`."""
+    compiled, state, losses, programs = {}, {}, {}, {}
     first = batch()
-    abstract = jax.ShapeDtypeStruct(table.shape, table.dtype)
-    like = sj.parallel.shard_rows(abstract, mesh, "x")
-    capacity = sj.parallel.measure_capacity(like, first["split"]["ids"])
-
-    (plan,) = sj.parallel.plan(abstract, mesh, first["split"]["ids"]).tables
-    predicted = {
-        name: plan.costs[LAYOUTS[name]].wire
-        for name in args.sides
-        if LAYOUTS.get(name) in plan.costs
-    }
-
-    compiled, wires, state, losses, programs = {}, {}, {}, {}, {}
-    for name in args.sides:
-        run, state[name] = make_side(name, table, mesh, capacity)
-        kind = "ids on all" if name == "columns" else "split"
-        compiled[name] = timing.compile_apart(run, *state[name], first[kind])
-        wires[name] = sj.viz.wire_bytes(compiled[name].run)
-        *state[name], losses[name] = compiled[name].run(*state[name], first[kind])
+    for name, (step, held, kind) in sides.items():
+        compiled[name] = timing.compile_apart(step, *held, first[kind])
+        *state[name], losses[name] = compiled[name].run(*held, first[kind])
         programs[name] = _program(name, compiled[name].run, kind)
     for name, loss in losses.items():
         np.testing.assert_allclose(
-            loss, losses[args.sides[0]], rtol=1e-4, err_msg=f"{name}: another loss"
+            loss, next(iter(losses.values())), rtol=1e-4, err_msg=f"{name}: other loss"
         )
     times, _ = timing.alternate(
         programs, state, batch, repeats=args.repeats, seconds=args.seconds
     )
-    medians = {name: timing.median_ms(t) for name, t in times.items()}
+    wires = {name: sj.viz.wire_bytes(c.run) for name, c in compiled.items()}
     return {
-        "benchmark": "sharded",
-        "devices": devices,
-        "rows": rows,
         "dim": args.dim,
         "ids": args.ids,
         "skew": args.skew,
-        "capacity": capacity,
         "wire": {name: wire.total for name, wire in wires.items()},
-        "predicted_wire": predicted,
         "wire_by_kind": {name: wire.by_kind for name, wire in wires.items()},
-        "ms": medians,
-        "ratio": {name: medians["ours"] / ms for name, ms in medians.items()}
-        if "ours" in medians
-        else {},
+        "ms": {name: timing.median_ms(t) for name, t in times.items()},
         "spread": {name: timing.spread(t) for name, t in times.items()},
         "compile_s": {name: c.seconds for name, c in compiled.items()},
         "temp_mb": {name: c.temp_bytes / 1e6 for name, c in compiled.items()},
     }
+
+
+def measure_table(args: argparse.Namespace, devices: int, rows: int) -> dict[str, Any]:
+    """One table on all sides."""
+    mesh, rng = make_mesh(devices), np.random.default_rng(0)
+    table = rng.standard_normal((rows, args.dim), dtype=np.float32)
+    batch = functools.partial(make_batch, args, mesh, rows, rng)
+    ids = batch()["split"]["ids"]
+    abstract = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    like = sj.parallel.shard_rows(abstract, mesh, "x")
+    capacity = sj.parallel.measure_capacity(like, ids)
+    (plan,) = sj.parallel.plan(abstract, mesh, ids).tables
+    sides = {
+        name: (
+            *make_side(name, table, mesh, capacity),
+            "ids on all" if name == "columns" else "split",
+        )
+        for name in SIDES
+    }
+    predicted = {
+        name: plan.costs[layout].wire
+        for name, layout in LAYOUTS.items()
+        if layout in plan.costs
+    }
+    about = {"case": "table", "devices": devices, "rows": rows, "capacity": capacity}
+    about |= {"choice": "", "predicted_wire": predicted}
+    return about | measure(args, sides, batch)
 
 
 def _program(
@@ -235,18 +241,12 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-# ------------------------------------------------------------------ all placements
+# ------------------------------------------------------------------ a collection
 
 HEIGHTS = (300_000, 200_000, 90_000, 80_000, 70_000, 60_000, 50_000, 30_000)
 
 
-def placements(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record for each number of devices."""
-    for devices in args.devices:
-        yield measure_placements(args, devices)
-
-
-def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]:
+def measure_collection(args: argparse.Namespace, devices: int) -> dict[str, Any]:
     """A collection of tables in each layout that the plan has for its stack."""
     # Two places on the first axis, as two hosts would have.
     mesh = jax.make_mesh(
@@ -270,145 +270,88 @@ def measure_placements(args: argparse.Namespace, devices: int) -> dict[str, Any]
 
     def batch():
         shape = (devices * examples, BAG)
-        draw = {
-            "zipf": lambda height: rng.zipf(1.2, shape) % height,
-            "uniform": lambda height: rng.integers(0, height, shape),
-        }[args.skew]
-        ids = {n: draw(h).astype(np.int32) for n, h in zip(names, HEIGHTS)}
-        y = rng.standard_normal(devices * examples, np.float32)
-        return {"ids": ids, "y": y}
+        draw = (
+            rng.zipf if args.skew == "zipf" else lambda _, n: rng.integers(0, 2**31, n)
+        )
+        ids = {
+            n: (draw(1.2, shape) % h).astype(np.int32) for n, h in zip(names, HEIGHTS)
+        }
+        return {"ids": ids, "y": rng.standard_normal(devices * examples, np.float32)}
 
     tables = jax.tree.map(np.asarray, layer.init(jax.random.key(0)))
     params = {"tables": tables, "w": np.ones(args.dim, np.float32)}
     (stack,) = tables
-    first, tx = batch(), optax.adagrad(0.05)
+    tx = optax.adagrad(0.05)
     plan = functools.partial(
         sj.parallel.plan,
-        *(params, mesh, first),
+        *(params, mesh, batch()),
         loss=loss_fn,
         tx=tx,
         stacks=layer.heights(),
     )
     best = plan()
     (found,) = best.tables
-    compiled, state, losses, programs = {}, {}, {}, {}
+    sides, puts = {}, {}
     for name in found.costs:
         applied = plan(layouts={found.name: name})
         held = applied.apply(params)
-        sparse = name != "replicated-dense"
+        sparse, gather = name != "replicated-dense", None
         own_tx = sj.optim.lazy(tx) if sparse else tx
-        # Sparse also where a batch reads much of a table.
-        value_and_grad = functools.partial(
-            sj.value_and_grad, tables={"tables": {stack: True}, "w": False}
-        )
-        gather = None
+        # Sparse also if a batch reads much of a table.
+        tree = {"tables": {stack: True}, "w": False}
+        value_and_grad = functools.partial(sj.value_and_grad, tables=tree)
+        value_and_grad = value_and_grad if sparse else jax.value_and_grad
         if name == "replicated-sparse":
             gather = functools.partial(
                 sj.parallel.pmean, axis_name=("host", "x"), capacity=found.distinct
             )
-        step = _plain_step(
-            loss_fn, own_tx, value_and_grad if sparse else jax.value_and_grad, gather
-        )
+        step = _plain_step(loss_fn, own_tx, value_and_grad, gather)
         run = sj.parallel.data_parallel(step, mesh, ("host", "x"))
-        state[name] = held, own_tx.init(held)
-        split = jax.device_put(first, applied.batch_sharding)
-        compiled[name] = timing.compile_apart(run, *state[name], split)
-        *state[name], losses[name] = compiled[name].run(*state[name], split)
-        programs[name] = _program(name, compiled[name].run)
-    for name, loss in losses.items():
-        np.testing.assert_allclose(
-            loss, losses["row-sharded"], rtol=1e-4, err_msg=f"{name}: another loss"
-        )
-    put = lambda: jax.device_put(batch(), best.batch_sharding)
-    times, _ = timing.alternate(
-        programs, state, put, repeats=args.repeats, seconds=args.seconds
-    )
-    wires = {n: sj.viz.wire_bytes(c.run) for n, c in compiled.items()}
-    return {
-        "benchmark": "placements",
-        "devices": devices,
-        "heights": HEIGHTS,
-        "dim": args.dim,
-        "ids": examples * BAG * len(HEIGHTS),
-        "skew": args.skew,
-        "choice": found.choice,
-        "memory": {name: cost.memory for name, cost in found.costs.items()},
-        "wire": {name: wire.total for name, wire in wires.items()},
-        "predicted_wire": {name: cost.wire for name, cost in found.costs.items()},
-        "ms": {name: timing.median_ms(t) for name, t in times.items()},
-        "spread": {name: timing.spread(t) for name, t in times.items()},
-        "compile_s": {name: c.seconds for name, c in compiled.items()},
-        "temp_mb": {name: c.temp_bytes / 1e6 for name, c in compiled.items()},
-    }
+        sides[name] = run, (held, own_tx.init(held)), name
+        puts[name] = applied.batch_sharding
 
+    def split():
+        made = batch()
+        return {name: jax.device_put(made, put) for name, put in puts.items()}
 
-PLACEMENTS_HEADER = (
-    "devices  placement          holds (MB)  sends (MB)  planned  step (ms)  "
-    "temporaries (MB)"
-)
-
-
-def placement_lines(record: dict[str, Any]) -> Iterator[str]:
-    """The lines of the table for a record, one a placement."""
-    for name, ms in record["ms"].items():
-        chosen = "*" if name == record["choice"] else " "
-        yield (
-            f"{record['devices']:7}  {name + chosen:18}"
-            f" {record['memory'][name] / 1e6:10.2f}"
-            f" {record['wire'][name] / 1e6:11.3f}"
-            f" {record['predicted_wire'][name] / 1e6:8.3f}"
-            f" {ms:10.2f} {record['temp_mb'][name]:17.2f}"
-        )
+    about = {"case": "collection", "devices": devices, "rows": sum(HEIGHTS)}
+    about |= {"choice": found.choice}
+    about |= {"memory": {name: cost.memory for name, cost in found.costs.items()}}
+    about |= {"predicted_wire": {name: cost.wire for name, cost in found.costs.items()}}
+    return about | measure(args, sides, split)
 
 
 # ------------------------------------------------------------------ command line
 
 
 HEADER = (
-    "devices       rows  side       sends (MB)  planned  step (ms)  ours/side  "
-    "compile (s)  temporaries (MB)"
+    "devices       rows  side               sends (MB)  planned  step (ms)  "
+    "compile (s)  temporaries (MB)   (* is what the plan chooses)"
 )
 
 
-def lines(record: dict[str, Any]) -> Iterator[str]:
+def line(r: dict[str, Any]) -> str:
     """The lines of the table for a record, one a side."""
-    for name, ms in record["ms"].items():
-        ratio = record["ratio"].get(name, float("nan"))
-        planned = record["predicted_wire"].get(name, float("nan"))
-        yield (
-            f"{record['devices']:7} {record['rows']:10}  {name:9}"
-            f" {record['wire'][name] / 1e6:11.3f} {planned / 1e6:8.3f}"
-            f" {ms:10.2f} {ratio:10.2f}"
-            f" {record['compile_s'][name]:12.2f} {record['temp_mb'][name]:17.2f}"
-        )
+    return "\n".join(
+        f"{r['devices']:7} {r['rows']:10}  {name + '*' * (name == r['choice']):18}"
+        f" {r['wire'][name] / 1e6:10.3f}"
+        f" {r['predicted_wire'].get(name, float('nan')) / 1e6:8.3f} {ms:10.2f}"
+        f" {r['compile_s'][name]:12.2f} {r['temp_mb'][name]:17.2f}"
+        for name, ms in r["ms"].items()
+    )
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes."""
+    parser.add_argument("--case", choices=("table", "collection"))
+    parser.add_argument("--devices", type=int, nargs="+", default=(4, 8))
+    parser.add_argument("--rows", type=int, nargs="+", default=(10_000, 100_000, 10**6))
+    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--ids", type=int, default=5_120, help=f"a device: {BAG} a bag")
+    parser.add_argument("--skew", default="zipf", choices=("zipf", "uniform"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks sharded", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("--devices", type=int, nargs="+", default=(4, 8))
-    parser.add_argument("--rows", type=int, nargs="+", default=(10_000, 100_000, 10**6))
-    parser.add_argument("--dim", type=int, default=32)
-    parser.add_argument("--ids", type=int, default=5_120, help="of a device")
-    parser.add_argument("--skew", default="zipf", choices=("zipf", "uniform"))
-    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
-    parser.add_argument("--repeats", type=int, default=15, help="timed runs, at most")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a case, about")
-    parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
-    args = parser.parse_args(argv)
-    if args.ids % BAG:
-        parser.error(f"--ids must be a multiple of {BAG}, the ids of a bag")
     force_devices()
-    machine = timing.machine()
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"rows of {args.dim} floats, {args.ids} {args.skew} ids a device; medians")
-    print(HEADER, flush=True)
-    show = lambda record: print("\n".join(lines(record)), flush=True)
-    records = timing.collect(cases(args), show, args.json, machine)
-    print(f"\n{len(HEIGHTS)} tables; * is what the plan chooses\n{PLACEMENTS_HEADER}")
-    show = lambda record: print("\n".join(placement_lines(record)), flush=True)
-    timing.collect(placements(args), show, args.json, machine)
-    return timing.report(failures(records) if args.check else [])
+    return timing.run("sharded", __doc__, argv, options, cases, line, failures, HEADER)

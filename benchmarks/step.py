@@ -2,11 +2,10 @@
 
 The step is lookup, loss, gradient and update of a small click model, or of a sum of
 squares, over 1,000,000 rows of 64 numbers. All sides take turns in one process, with
-other ids in every run; every other system owns its table and state. Bags are timed
-forward only.
+other ids in every run; every other system owns its table and state.
 
     python -m benchmarks step
-    python -m benchmarks step --check --json steps.jsonl --plot steps.png
+    python -m benchmarks step --check --json steps.jsonl
     python -m benchmarks step --loss squares
 
 PyTorch and FBGEMM are left out where they are not installed (`pip install torch
@@ -23,18 +22,16 @@ import os
 import pathlib
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 import sparsejax as sj
-from benchmarks import bag, sweep, timing
+from benchmarks import sweep, timing
 from benchmarks.sweep import Case
 
 
@@ -85,17 +82,6 @@ LEAST = {
     ("sgd", 8_192, "uniform"): 1.3,
     ("adagrad", 8_192, "uniform"): 2.5,
     ("adam", 8_192, "uniform"): 3.0,
-    ("bag_fixed", 65_536, "uniform"): 0.6,
-    ("bag_fixed", 65_536, "zipf"): 0.6,
-    ("bag_ragged", 65_536, "uniform"): 0.3,
-    ("bag_ragged", 65_536, "zipf"): 0.3,
-}
-# And than FBGEMM: of so few bags PyTorch, which has no tables, is faster than it.
-LEAST_FBGEMM = {
-    ("bag_fixed", 8_192, "uniform"): 0.6,
-    ("bag_fixed", 8_192, "zipf"): 0.6,
-    ("bag_ragged", 8_192, "uniform"): 0.3,
-    ("bag_ragged", 8_192, "zipf"): 0.3,
 }
 
 
@@ -245,76 +231,35 @@ def make_inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     return inputs
 
 
-# ------------------------------------------------------------------ sides of a bag
-
-
-def bag_sides(case: Case, layout: str) -> tuple[dict[str, Callable], Any, Callable]:
-    """Ours and the peers' sums of bags, the table, and what makes inputs."""
-    bags = case.ids // bag.FIXED_SIZE
-    capacity = bag.capacity_of(layout, bags)
-    rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.standard_normal((case.rows, case.dim), dtype=np.float32))
-    ids = jax.ShapeDtypeStruct((capacity,), jnp.int32)
-    f = bag.ours(layout, bags, "sum")
-    ours = bag.jax_side(f, "forward", (table, [ids, ids])).run
-    sides = {"ours": lambda table, inputs: ours(table, inputs["jax"])}
-    if torch is not None:
-        run = bag.torch_side("sum", "forward", table)
-        sides["torch"] = lambda table, inputs: run(table, inputs["torch"])
-    if torch is not None and fbgemm is not None:
-        module = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
-            [
-                (
-                    case.rows,
-                    case.dim,
-                    fbgemm_common.EmbeddingLocation.HOST,
-                    fbgemm.ComputeDevice.CPU,
-                )
-            ],
-            pooling_mode=fbgemm_common.PoolingMode.SUM,
-            device="cpu",
-        )
-        module.split_embedding_weights()[0].copy_(torch.from_numpy(np.array(table)))
-
-        def pooled(table, inputs):
-            with torch.no_grad():
-                module(*inputs["fbgemm"])
-            return table, ()
-
-        sides["fbgemm"] = pooled
-
-    def inputs():
-        ids, segments = bag.make_batch(layout, bags, case.rows, case.zipf, rng)
-        made = {"jax": [jnp.asarray(ids), jnp.asarray(segments)]}
-        if torch is not None:
-            made["torch"] = bag.torch_batch(layout, bags, ids, segments)
-            offsets = np.searchsorted(segments, np.arange(bags + 1)).astype(np.int64)
-            flat = ids[: offsets[-1]].astype(np.int64)
-            made["fbgemm"] = [torch.from_numpy(x) for x in (flat, offsets)]
-        return made
-
-    return sides, table, inputs
-
-
 # ------------------------------------------------------------------ measuring
 
 
-def measure(case: Case, repeats: int, seconds: float) -> dict[str, Any]:
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A record for each case."""
+    if torch is not None:
+        torch.set_num_threads(int(timing.machine()["cores"]))
+    for ids in args.ids:
+        for name in args.steps:
+            for zipf in (False, True):
+                case = Case("ids", name, args.rows, ids, args.dim, zipf, args.loss)
+                yield measure(case, args)
+
+
+def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     """Times all sides of a case in turns; one record."""
     rng = np.random.default_rng(0)
-    if case.optimizer.startswith("bag_"):
-        sides, state, inputs = bag_sides(case, case.optimizer.removeprefix("bag_"))
-    else:
-        sides, state = jax_sides(case)
-        sides |= peers(case, state)
-        inputs = functools.partial(make_inputs, case, rng)
+    sides, state = jax_sides(case)
+    sides |= peers(case, state)
     times, state = timing.alternate(
-        sides, state, inputs, repeats=repeats, seconds=seconds
+        sides,
+        state,
+        functools.partial(make_inputs, case, rng),
+        repeats=args.repeats,
+        seconds=args.seconds,
     )
     ms = {name: timing.median_ms(t) for name, t in times.items()}
     fastest = min((ms[name] for name in PEERS if name in ms), default=None)
     return {
-        "benchmark": "step",
         "step": case.optimizer,
         "loss": case.loss,
         "rows": case.rows,
@@ -329,32 +274,16 @@ def measure(case: Case, repeats: int, seconds: float) -> dict[str, Any]:
     }
 
 
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """All cases."""
-    for ids in args.ids:
-        for name in args.steps:
-            for zipf in (False, True):
-                yield Case("ids", name, args.rows, ids, args.dim, zipf, args.loss)
-
-
-def check(records: Sequence[dict[str, Any]]) -> list[str]:
+def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     """The claims that do not hold, of those that were measured."""
     wrong = []
     for r in records:
-        case, fbgemm_ms = (r["step"], r["ids"], r["skew"]), r["ms"].get("fbgemm")
-        for ratio, least, peer in (
-            (r["ratio"], LEAST.get(case), "the faster peer"),
-            (
-                fbgemm_ms and fbgemm_ms / r["ms"]["ours"],
-                LEAST_FBGEMM.get(case),
-                "FBGEMM",
-            ),
-        ):
-            if ratio is not None and least is not None and ratio < least:
-                wrong.append(
-                    f"{r['step']}, {r['ids']:,} {r['skew']} ids: {ratio:.2f} times as "
-                    f"fast as {peer}, claimed at least {least:.2f}"
-                )
+        least = LEAST.get((r["step"], r["ids"], r["skew"]))
+        if r["ratio"] is not None and least is not None and r["ratio"] < least:
+            wrong.append(
+                f"{r['step']}, {r['ids']:,} {r['skew']} ids: {r['ratio']:.2f} times as "
+                f"fast as the faster peer, claimed at least {least:.2f}"
+            )
     return wrong
 
 
@@ -370,67 +299,19 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
-def plot(records: Sequence[dict[str, Any]], path: str, title: str) -> None:
-    """A bar a side for each case."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(2 + 0.9 * len(records), 4.5), layout="constrained")
-    ax = figure.subplots()
-    width = 0.8 / len(SIDES)
-    for k, side in enumerate(SIDES):
-        at = [i for i, r in enumerate(records) if side in r["ms"]]
-        ax.bar(
-            [i + (k - len(SIDES) / 2 + 0.5) * width for i in at],
-            [records[i]["ms"][side] for i in at],
-            width,
-            label={"ours": "sparsejax", "dense": "optax, dense"}.get(side, side),
-        )
-    names = [f"{r['step']}\n{r['ids']:,}\n{r['skew']}" for r in records]
-    ax.set_xticks(range(len(records)), names, fontsize=7)
-    ax.set(yscale="log", ylabel="ms", title=title)
-    ax.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints a table, and checks where asked."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks step", description=__doc__.split("\n")[0]
-    )
-    names = [*OPTIMIZERS, "bag_fixed", "bag_ragged"]
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes."""
+    names = [*OPTIMIZERS]
     parser.add_argument("--steps", nargs="+", default=names, choices=names)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--dim", type=int, default=64, help="columns of the table")
     parser.add_argument("--ids", nargs="+", type=int, default=IDS, help="of a batch")
     parser.add_argument("--loss", choices=sweep.LOSSES, default="logistic")
-    parser.add_argument("--repeats", type=int, default=40, help="timed runs, at most")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of a case, about")
-    parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")
-    parser.add_argument("--plot", metavar="FILE.png")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
-    args = parser.parse_args(argv)
-    machine = timing.machine()
-    if torch is not None:
-        torch.set_num_threads(machine["cores"])
-        machine["torch"] = torch.__version__
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"table [{args.rows:,}, {args.dim}]; medians in ms\n")
-    print(
-        f"{'step':16} {'ids':>7} {'skew':8}" + "".join(f"{s:>9}" for s in SIDES),
-        "  ratio",
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
+    header = f"{'step':16} {'ids':>7} {'skew':8}" + "".join(f"{s:>9}" for s in SIDES)
+    return timing.run(
+        "step", __doc__, argv, options, cases, line, failures, f"{header}   ratio"
     )
-    records = []
-    for case in cases(args):
-        record = measure(case, args.repeats, args.seconds)
-        records.append(record)
-        print(line(record), flush=True)
-        if args.json:
-            timing.append_json_line(args.json, machine | record)
-    if args.plot:
-        plot(records, args.plot, f"{machine['cores']} cores, jax {machine['jax']}")
-    return timing.report(check(records) if args.check else [])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

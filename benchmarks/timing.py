@@ -15,6 +15,7 @@
   programs work on the same memory pages.
 """
 
+import argparse
 import json
 import os
 import pathlib
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 # ------------------------------------------------------------------ timing
@@ -181,23 +183,65 @@ def bandwidth(megabytes: int = 256) -> float:
     return 2 * (megabytes << 20) / statistics.median(times[""])
 
 
-def collect(
-    records: Iterable[dict[str, Any]],
-    show: Callable[[dict[str, Any]], Any],
-    path: str | None,
-    about: Mapping[str, Any],
-) -> list[dict[str, Any]]:
-    """The records; shows each when it comes.
+def make_ids(count: int, rows: int, zipf: bool, rng: np.random.Generator) -> np.ndarray:
+    """Ids, uniform or by Zipf's law with exponent 1, strewn over the table."""
+    if not zipf:
+        return rng.integers(0, rows, count, np.int32)
+    ranks = np.floor(rows ** rng.random(count)).astype(np.int64) - 1  # log-uniform
+    return (ranks * 7_368_787 % rows).astype(np.int32)
 
-    If a path is given, appends it there with what all have in common, `about`.
+
+# ------------------------------------------------------------------ command line
+
+
+def run(
+    name: str,
+    doc: str | None,
+    argv: Sequence[str] | None,
+    options: Callable[[argparse.ArgumentParser], None],
+    cases: Callable[[argparse.Namespace], Iterable[dict[str, Any]]],
+    line: Callable[[dict[str, Any]], str],
+    failures: Callable[[Sequence[dict[str, Any]]], list[str]] | None = None,
+    header: str = "",
+    finish: Callable[..., Any] | None = None,
+) -> int:
+    """Runs a benchmark: parses options, prints a line a record, checks the claims.
+
+    Args:
+      name, doc: of the benchmark; the first line of `doc` is told by `--help`.
+      argv: the arguments after the name.
+      options: adds the benchmark's own options.
+      cases: yields a record for each case.
+      line: one record as text.
+      failures: the claims that do not hold, for `--check`.
+      header: printed before the records.
+      finish: called with the arguments and all records.
+
+    Returns:
+      The exit status: 1 if a claim does not hold.
     """
-    found = []
-    for record in records:
-        found.append(record)
-        show(record)
-        if path:
-            append_json_line(path, {**record, **about})
-    return found
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}", description=(doc or "").split("\n")[0]
+    )
+    options(parser)
+    parser.add_argument("--repeats", type=int, default=25, help="timed runs, at most")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of a case, about")
+    parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")
+    if failures:
+        parser.add_argument("--check", action="store_true", help="exit 1 if one fails")
+    args = parser.parse_args(argv)
+    about = machine()
+    print("  ".join(f"{key} {value}" for key, value in about.items()))
+    print(header, flush=True)
+    records = []
+    for record in cases(args):
+        records.append(record)
+        print(line(record), flush=True)
+        if args.json:
+            append_json_line(args.json, {"benchmark": name, **about, **record})
+    if finish:
+        finish(args, records)
+    return report(failures(records) if failures and args.check else [])
 
 
 def report(wrong: Sequence[str]) -> int:

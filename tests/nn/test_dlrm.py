@@ -1,7 +1,6 @@
-"""A DLRM of 26 tables trains through EmbeddingCollection; its benchmark, tiny."""
+"""A DLRM of 26 tables trains through EmbeddingCollection."""
 
 import dataclasses
-import json
 
 import chex
 import jax
@@ -16,18 +15,18 @@ from helpers import assert_no_dense
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks import __main__, dlrm  # noqa: E402
 from benchmarks.models import dlrm as sizes  # noqa: E402
+from tests import dlrm_model as dlrm  # noqa: E402
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's
 # As skewed as the real sizes: from 2 rows to as many as all the rest have.
-ROWS = (2, *dlrm.table_rows(1500))[:26]
-MODEL = dlrm.Model(ROWS, 4, bottom=(8,), top=(16,))
+ROWS = (2, *sizes.table_rows(1500))[:26]
+MODEL = dlrm.Model(ROWS, 16, bottom=(8,), top=(16,))
 
 
 def test_sizes_are_those_of_criteo():
-    rows = dlrm.table_rows(10**6)
+    rows = sizes.table_rows(10**6)
     assert len(rows) == 26 and min(rows) == 3 and rows.count(10**6) == 5
     assert sum(sizes.CARDINALITIES) == 33_762_577
 
@@ -45,10 +44,10 @@ def test_trains_with_one_compilation():
 
     # One gather of the stack, a sparse gradient in spite of the table of 2 rows, and
     # nothing as high as the stack but the stack.
-    batch = dlrm.Clicks(ROWS, 64)()
+    batch = dlrm.Clicks(ROWS, 24)()
     grad = sj.grad(lambda p, batch: dlrm.loss_fn(MODEL, p, batch))
     spec = jax.eval_shape(grad, params, batch)["tables"][stack]
-    assert isinstance(spec, sj.SelectedRows) and spec.capacity == 26 * 64
+    assert isinstance(spec, sj.SelectedRows) and spec.capacity == 26 * 24
     assert_no_dense(grad, params, batch, heights=[height])
 
     run = jax.jit(step, donate_argnums=0)
@@ -92,16 +91,3 @@ def test_ids_are_skewed_and_in_range():
     most = np.unique(np.asarray(batch["ids"]["C2"]), return_counts=True)[1].max()
     assert most > 500 * np.log(2) / np.log(ROWS[1]) / 2  # evenly it would be one or two
     assert batch["dense"].shape == (500, 13) and 0.1 < jnp.mean(batch["clicked"]) < 0.6
-
-
-@pytest.mark.slow
-def test_command_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sizes, "CARDINALITIES", (2, 9, 500))
-    out = tmp_path / "lines.jsonl"
-    argv = "dlrm --cap 20 --dim 2 --batch 8 --repeats 3 --train 2 --json".split()
-    assert __main__.main([*argv, str(out)]) == 0
-    text = capsys.readouterr().out
-    assert dlrm.HEADER in text and "entropy of the base rate" in text
-    record = json.loads(out.read_text())
-    assert record["ms"].keys() == {"ours", "apart", "dense"}
-    assert record["repeats"] == 3 and record["jax"] == jax.__version__

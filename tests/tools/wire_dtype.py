@@ -5,7 +5,7 @@
 
 Eight simulated devices. `two towers` are trained on the purchases in
 shared/data/online_retail by in-batch softmax; `dlrm` has the 26 tables of
-benchmarks/dlrm.py, of at most `--cap` rows. Printed are the mean losses of the last
+tests/dlrm_model.py, of at most `--cap` rows. Printed are the mean losses of the last
 tenth of the steps, their relative difference, and the bytes of ids and rows that a
 device sends in a step, read from the compiled program.
 """
@@ -30,8 +30,8 @@ import optax
 from jax.sharding import AxisType
 
 import sparsejax as sj
-from benchmarks import dlrm
 from benchmarks.models.dlrm import table_rows
+from tests import dlrm_model as dlrm
 
 
 DATA = pathlib.Path(__file__).parents[3] / "shared/data/online_retail"
