@@ -25,6 +25,7 @@ import numpy as np
 import optax
 from jax import export
 
+import pairs
 import sparsejax as sj
 
 
@@ -440,6 +441,14 @@ Tables are kept in seven ways. The table below says what works with each of them
 and optax on a dense array; a number says how. **no** means that the call raises the
 error of that number. A test tries each cell.
 """
+PAIRS = """
+## Which optimizer where
+
+A wrapped optimizer trains the same weights in each of these places as in a plain loop,
+with one compilation and no temporary of the table's size. **no** means that it is
+refused. A test tries each cell.
+
+"""
 FOOT = """
 `tx` is an optax transformation. `lazy` and `accumulate` were tried with Adagrad,
 `exact` with Adam, `ema` and `rounding` with SGD. In a `KVStore` the optimizer is an
@@ -489,7 +498,7 @@ def page(cells: dict[tuple[str, str], str]) -> str:
             shown.append(("yes" if works else "no") + number)
         lines.append(f"| {row} | " + " | ".join(shown) + " |")
     said = ["", *(f"{k}. {note}" for k, note in enumerate(notes, 1))]
-    return HEAD + "\n".join(lines + said) + "\n" + FOOT
+    return HEAD + "\n".join(lines + said) + "\n" + FOOT + PAIRS + pairs.table()
 
 
 if __name__ == "__main__":
