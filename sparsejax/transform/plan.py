@@ -201,8 +201,7 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
     if isinstance(leaf.value, SelectedRows):
         leaf.reason = "is a SelectedRows: its gradient has the same rows"
         return False
-    dtype = jnp.result_type(leaf.value)
-    shape: tuple[Any, ...] = jnp.shape(leaf.value)
+    dtype, shape = jnp.result_type(leaf.value), jnp.shape(leaf.value)
     if not jnp.issubdtype(dtype, jnp.floating):
         leaf.reason = "not real floating point"
     elif not shape:
@@ -219,7 +218,7 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
     if leaf.required is False:
         leaf.reason = "tables= says so"
     elif leaf.required is None and len(shape) < 2:
-        is_long = not leaf.reason and shape[0] >= _LONG_VECTOR
+        is_long = not leaf.reason and leaf.height >= _LONG_VECTOR
         leaf.reason = "rank below 2"
         return is_long and observer.value is not None
     elif leaf.required is None and len(shape) == 2 and shape[0] == 1:

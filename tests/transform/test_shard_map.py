@@ -164,7 +164,7 @@ def test_a_table_whose_cotangents_are_unreduced(inside):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
     if not hasattr(P(), "reduced"):
         pytest.skip("this release has no reduced axes")
-    spec = P(None, None, reduced={"x"})
+    spec = P(None, None, reduced=frozenset("x"))
 
     def loss(t, ids):
         whole = jax.sharding.reshard(t, spec) if inside else t
