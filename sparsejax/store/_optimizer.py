@@ -21,6 +21,7 @@ from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import separability, state_leaves
 from sparsejax.optim._lazy.lazy import lazy
+from sparsejax.optim._lazy.two_programs import differences
 from sparsejax.optim._optimizers.ema import EmaState
 
 
@@ -142,7 +143,7 @@ def _check_without_path(tx: Any, spec: Any, name: str) -> None:
     except Exception:  # its functions are for a table alone
         return
     try:
-        is_same = not any(separability.differences(named, program(lambda x: x)))
+        is_same = not any(differences(named, program(lambda x: x)))
     except (AttributeError, LookupError, TypeError, ValueError):
         is_same = False
     if not is_same:

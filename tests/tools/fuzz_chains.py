@@ -14,7 +14,8 @@ and a failure is one line, which `tests/transform/test_fuzz.py` keeps.
 lists. An accepted chain must be equal in parameters and state.
 
 Masks and labels are trees or functions of the parameters, which decide by shape, dtype
-or path. On the side of optax they are trees (`with_trees`).
+or path. On the side of optax they are trees (`with_trees`). A function that decides by
+the number of rows may be refused.
 """
 
 # optax's types know trees of arrays only.
@@ -116,6 +117,7 @@ RULES = (
     lambda x: np.shape(x)[0] <= OTHER and isinstance(x, ARRAYS),
 )
 ARRAYS = jax.Array, jax.ShapeDtypeStruct
+BY_ROWS = {2, 3, 4, 5, 7}
 
 
 class _Object:
@@ -139,6 +141,22 @@ FORMS = (
     lambda rule, names: lambda params: {name: name in names for name in params},
     lambda rule, names: functools.partial(_by_path, names),
 )
+
+
+LOOK_AT_SHAPES = {1, 2, 3}
+
+
+def decides_by_rows(chain):
+    """Return True if a function of the parameters looks at the number of rows."""
+    return any(
+        (
+            PARTS[name].chooses
+            and k % len(RULES) in BY_ROWS
+            and k // len(RULES) % len(FORMS) in LOOK_AT_SHAPES
+        )
+        or any(map(decides_by_rows, body))
+        for name, k, *body in chain
+    )
 
 
 def _names(k):
@@ -587,7 +605,7 @@ def _accepts(chain, init):
         init()
     except ValueError as error:
         may_be = sees_woken_rows(chain) or sees_moved_rows(chain, "kept")
-        if not refused and not may_be:
+        if not refused and not may_be and not decides_by_rows(chain):
             raise Refused(str(error)) from error
         return False
     if refused and not has(chain, "hides"):
@@ -712,7 +730,8 @@ def exact(chain):
     try:
         state = ours.init(params)
     except ValueError as error:
-        if must_be_exact(chain) or _is_exact(with_trees(chain), chain, tables):
+        should = must_be_exact(chain) or _is_exact(with_trees(chain), chain, tables)
+        if should and not decides_by_rows(chain):
             raise Refused(str(error)) from error
         return "refused"
 
@@ -747,7 +766,10 @@ def judged(chain):
     by_table, shared = probe.failures(tx, treedef, specs, (table,))
     differs = shared or by_table.get(table)
     may_be_refused = (
-        is_refused(chain) or sees_woken_rows(chain) or sees_moved_rows(chain, "kept")
+        is_refused(chain)
+        or sees_woken_rows(chain)
+        or sees_moved_rows(chain, "kept")
+        or decides_by_rows(chain)
     )
     if refused and not differs and not may_be_refused:
         raise Refused(str(refused[table]))

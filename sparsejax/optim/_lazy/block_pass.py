@@ -324,8 +324,8 @@ def reduce_rows(
     function = program.on_rows(len(tables) + 1)
     others = *program.consts, *operands
     outs = function(values, *(xla.read_rows(x, ids) for x in tables), *others)
-    fresh = (new.astype(x.dtype) for new, x in zip(fresh, tables))
-    empty = function(jnp.zeros_like(values[:1]), *fresh, *others)
+    untouched = (new.astype(x.dtype) for new, x in zip(fresh, tables))
+    empty = function(jnp.zeros_like(values[:1]), *untouched, *others)
     totals = []
     for x, other, (kind, axes) in zip(outs, empty, kinds):
         # First within the rows: XLA:CPU would write a mask of whole rows to memory.
