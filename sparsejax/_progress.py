@@ -6,12 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sparsejax import _arguments
-
 
 @contextlib.contextmanager
 def progress_reporter(
-    call: str, progress: Any, unit: str = " rows", *, needs_tqdm: bool = False
+    call: str, progress: Any, unit: str = " rows"
 ) -> Iterator[Callable[..., Any]]:
     """Turns a `progress` argument into a function `report(done, total)`.
 
@@ -22,17 +20,14 @@ def progress_reporter(
       progress: True for a tqdm bar on stderr, or for a line every two seconds if tqdm
         is not installed; False for nothing; or a function, used as `report` itself.
       unit: of `done` and `total`, including the space: `" rows"`, or `"B"`.
-      needs_tqdm: if true, a missing tqdm raises an ImportError.
     """
     if callable(progress):
         yield progress
         return
     if not isinstance(progress, bool):
-        raise _arguments.wrong_type(
-            call,
-            "progress",
-            "True, False or a function of (done, total)",
-            f"{progress!r}",
+        raise TypeError(
+            f"{call}: progress must be True, False or a function of (done, total), got "
+            f"{progress!r}."
         )
     if not progress:
         yield lambda done, total: None
@@ -40,11 +35,6 @@ def progress_reporter(
     try:
         from tqdm import tqdm
     except ImportError:
-        if needs_tqdm:
-            raise ImportError(
-                f"{call}: progress=True needs tqdm, which is not installed. Run "
-                "pip install 'sparsejax[data]'."
-            ) from None
         yield _progress_lines(call, unit)
         return
     with contextlib.ExitStack() as stack:
