@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax import _arguments, optim, transform
-from sparsejax._rows import is_selected_rows
+from sparsejax import _arguments, _rows, optim, transform
 
 
 # The default of `rtol`, by the narrowest type in the dense program.
@@ -111,8 +110,8 @@ def assert_equals_dense(
     for step, batch in enumerate(batches):
         batch = batch if type(batch) is tuple else (batch,)
         value, grads, carry, (new, state) = ours(*carry, batch)
-        is_leaf = is_selected_rows
-        as_dense = lambda g: g.to_dense() if is_selected_rows(g) else g
+        is_leaf = _rows.is_selected_rows
+        as_dense = lambda g: g.to_dense() if _rows.is_selected_rows(g) else g
         given = jax.tree.map(as_dense, grads, is_leaf=is_leaf)
         if rtol is None:
             program = str(jax.make_jaxpr(dense_gradient)(dense[0], batch))
@@ -131,7 +130,7 @@ def assert_equals_dense(
         compare("params", new, after[0], before[0], unread[0])
         compare("state", state, after[1], before[1], unread[1])
         dense = after if exact else (new, state)
-        sparse = map(is_selected_rows, jax.tree.leaves(grads, is_leaf=is_leaf))
+        sparse = map(_rows.is_selected_rows, jax.tree.leaves(grads, is_leaf=is_leaf))
         was_sparse = was_sparse or any(sparse)
     if step < 0:
         raise ValueError("batches must have at least one batch, got none.")
@@ -179,7 +178,7 @@ def _unread(tx: Any, params: Any, grads: Sequence[Any]) -> tuple[list[Any], list
     of_params: list[Any] = [None] * len(leaves)
     of_state: list[Any] = [None] * len(shapes(leaves))
     for i, g in enumerate(grads):
-        if is_selected_rows(g):
+        if _rows.is_selected_rows(g):
             rows = np.asarray(g.rows)
             mask = np.ones(g.height, bool)
             mask[rows[(rows >= 0) & (rows < g.height)]] = False

@@ -99,9 +99,6 @@ def value_and_grad(
       >>> updates, state = tx.update(grads, tx.init(params), params)
       >>> optax.apply_updates(params, updates)["table"][6:8, 0]  # row 6 was not read
       Array([1. , 0.9], dtype=float32)
-
-    References:
-      PaddlePaddle, `embedding(is_sparse=True)`; TensorFlow, `IndexedSlices`.
     """
     numbers = check_fun(fun, argnums, has_aux)
 

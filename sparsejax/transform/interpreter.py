@@ -111,9 +111,6 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
       >>> loss = lambda t: jnp.sum(jnp.flip(t, 1)[jnp.array([3])] * jnp.arange(2.0))
       >>> sj.grad(loss)(jnp.ones((9, 2))).values
       Array([[1., 0.]], dtype=float32)
-
-    References:
-      Quax, `quax.register`.
     """
     is_primitive = lambda x: isinstance(x, str) or hasattr(x, "bind")
     if not primitives or not all(map(is_primitive, primitives)):
