@@ -16,8 +16,8 @@
 """
 
 from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats
-from sparsejax.store._changes import Changes as Changes
 from sparsejax.store._keys import KeyPolicy as KeyPolicy
+from sparsejax.store._snapshot import Changes as Changes
 from sparsejax.store._store import KVStore as KVStore
 from sparsejax.store._table import TableStats as TableStats
 from sparsejax.store._train_step import TrainStep as TrainStep

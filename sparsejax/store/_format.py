@@ -1,12 +1,10 @@
-"""The format of a store's files: descriptions of tables, headers and checksums.
+"""Descriptions of tables in the files of a store, and the headers of its own files.
 
-Saved stores and memory-mapped tables begin with a header that describes each table:
-shape, dtype, leaves of the optimizer state, PRNG key. The header is compared with the
-table in memory before anything else is read. So a file of another optimizer or shape is
-refused, not reinterpreted.
+A description has the shape, dtype, leaves of the optimizer state and PRNG key of a
+table. It is compared with the table in memory before anything else is read. So a file
+of another optimizer or shape is refused, not reinterpreted.
 """
 
-import io
 import json
 import os
 import zlib
@@ -17,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-CHECKSUM_BYTES = 4  # of zlib.crc32, little endian
+CHUNK = 1 << 16  # rows at a time, when all rows are read or written
 
 # The schema of the result of `describe`, for `check_json`.
 DESCRIPTION = {
@@ -31,14 +29,13 @@ DESCRIPTION = {
     "keyed": bool,
 }
 
-_NOT_A_STORE_FILE = "{call}: {path} is not a file of sparsejax.store ({why})."
+_NOT_A_STORE_FILE = "{path} is not a file of this sparsejax.store ({why})."
 
 
 # ------------------------------------------------------------------ descriptions
 
 
 def check_same(
-    call: str,
     path: Any,
     name: str,
     found: dict[str, Any],
@@ -50,7 +47,7 @@ def check_same(
         here, there = (each.get(field, False) for each in (expected, found))
         if here != there:
             raise ValueError(
-                f"{call}: table {name!r} has {field} {_show(here)} here, "
+                f"Table {name!r} has {field} {_show(here)} here, "
                 f"but {_show(there)} in {path}. Call init with the same "
                 "arguments as when the file was made, or use another file."
             )
@@ -61,7 +58,7 @@ def check_same(
     )
     if not same_start:
         raise ValueError(
-            f"{call}: row 0 of table {name!r} starts as {_show_row(expected)} here, "
+            f"Row 0 of table {name!r} starts as {_show_row(expected)} here, "
             f"but as {_show_row(found)} in {path}, so its rows had another "
             "initializer. Call init with the initializer with which the file was made."
         )
@@ -109,24 +106,24 @@ def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
 
 
 def read_header(
-    call: str, path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
+    path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
 ) -> dict[str, Any]:
     """Reads a header of `write_header`, or raises a ValueError.
 
     Args:
-      call, path: for messages.
+      path: for messages.
       file: at its first byte.
       magic: the first bytes of such a file.
       schema: of the header, as in `check_json`.
     """
     if file.read(len(magic)) != magic:
         why = f"it does not begin with {magic!r}"
-        raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
+        raise ValueError(_NOT_A_STORE_FILE.format(path=path, why=why))
     length = int.from_bytes(file.read(8), "little")
     checksum = int.from_bytes(file.read(4), "little")
     if length > os.fstat(file.fileno()).st_size - file.tell():
         why = "it ends within its header"
-        raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
+        raise ValueError(_NOT_A_STORE_FILE.format(path=path, why=why))
     text = file.read(length)
     why = "its header is damaged"
     try:
@@ -136,7 +133,7 @@ def read_header(
             return header
     except (ValueError, RecursionError) as error:
         why = f"its header is damaged: {str(error)[:200]}"
-    raise ValueError(_NOT_A_STORE_FILE.format(call=call, path=path, why=why))
+    raise ValueError(_NOT_A_STORE_FILE.format(path=path, why=why))
 
 
 # ------------------------------------------------------------------ arrays
@@ -145,30 +142,6 @@ def read_header(
 def as_bytes(values: Any) -> memoryview:
     """The bytes of an array in C order, also of dtypes that NumPy has no format for."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-
-
-def write_array(file: BinaryIO, values: Any) -> None:
-    """Writes an array, followed by its checksum."""
-    content = as_bytes(values)
-    file.write(content)
-    file.write(zlib.crc32(content).to_bytes(CHECKSUM_BYTES, "little"))
-
-
-def read_array(
-    call: str, path: Any, file: io.BufferedReader, shape: tuple[int, ...], dtype: Any
-) -> np.ndarray:
-    """Reads an array of `write_array`; a wrong checksum is a ValueError."""
-    values = np.empty(shape, dtype)
-    content = values.reshape(-1).view(np.uint8).data
-    complete = file.readinto(content) == values.nbytes
-    expected = int.from_bytes(file.read(CHECKSUM_BYTES), "little")
-    if not complete or zlib.crc32(content) != expected:
-        raise ValueError(
-            f"{call}: {path} is damaged: the checksum of the {values.nbytes} bytes "
-            f"before byte {file.tell()} is wrong. Use another copy, or load an older "
-            "file."
-        )
-    return values
 
 
 # ------------------------------------------------------------------ JSON

@@ -26,7 +26,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from sparsejax.store import _format, _memory
-from sparsejax.store._table import CHUNK, Table
+from sparsejax.store._format import CHUNK
+from sparsejax.store._table import Table
 
 
 MAGIC = b"sparsejax journal 1\n"
@@ -103,31 +104,31 @@ def roll_back(table: Table) -> None:
     Raises:
       ValueError: the journal is missing or damaged; the table has not changed.
     """
-    path, call = journal_path(table.memory.path), "sparsejax.store"
+    path = journal_path(table.memory.path)
     if table.journal is None:
         _remove_leftover(path)
         return
     try:
         with open(path, "rb") as file:
-            header = _format.read_header(call, path, file, MAGIC, _HEADER)
+            header = _format.read_header(path, file, MAGIC, _HEADER)
             if header["id"] != table.journal:
                 raise ValueError(
-                    f"{call}: {path} is not the journal of this copy of table "
+                    f"{path} is not the journal of this copy of table "
                     f"{table.spec.name!r}. Put back the one that belongs to it."
                 )
-            entries = _entries(call, path, file, table)
+            entries = _entries(path, file, table)
             next(entries)
             for _ in entries:  # all checksums, before a row is changed
                 pass
             file.seek(0)
-            _format.read_header(call, path, file, MAGIC, _HEADER)
-            entries = _entries(call, path, file, table)
+            _format.read_header(path, file, MAGIC, _HEADER)
+            entries = _entries(path, file, table)
             rest = next(entries)
             for rows, *columns in entries:
                 table.write(rows, columns)
     except FileNotFoundError:
         raise ValueError(
-            f"{call}: table {table.spec.name!r} was trained in a CachedTable that did "
+            f"Table {table.spec.name!r} was trained in a CachedTable that did "
             f"not end with a flush, and its journal {path}, which has the rows of the "
             "last flush, is not there. Put it back, or use another copy of the table."
         ) from None
@@ -161,21 +162,21 @@ def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
     file.flush()
 
 
-def _entries(call: str, path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
+def _entries(path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
     """Yields the leaves of state without rows, then rows and columns of each entry."""
-    rest = _read_entry(call, path, file, table, is_first=True)
+    rest = _read_entry(path, file, table, is_first=True)
     if rest is None:  # they were on the disk before the table's header had the id
-        raise _damaged(call, path, file)
+        raise _damaged(path, file)
     yield rest
-    while (entry := _read_entry(call, path, file, table)) is not None:
+    while (entry := _read_entry(path, file, table)) is not None:
         rows = entry[0]
         if rows.size and (rows.min() < 0 or rows.max() >= table.height):
-            raise _damaged(call, path, file)
+            raise _damaged(path, file)
         yield entry
 
 
 def _read_entry(
-    call: str, path: Any, file: BinaryIO, table: Table, *, is_first: bool = False
+    path: Any, file: BinaryIO, table: Table, *, is_first: bool = False
 ) -> list[np.ndarray] | None:
     """The arrays of the next entry, or None if the file ends within them."""
     left = os.fstat(file.fileno()).st_size - file.tell() - _PREFIX
@@ -184,7 +185,7 @@ def _read_entry(
     prefix = file.read(_PREFIX)
     count = int.from_bytes(prefix[:8], "little")
     if zlib.crc32(prefix[:12]) != int.from_bytes(prefix[12:], "little"):
-        raise _damaged(call, path, file)
+        raise _damaged(path, file)
     specs: list[Any] = [(x.shape, x.dtype) for x in table.rest]
     if not is_first:
         specs = [((count, *x.shape[1:]), x.dtype) for x in table.columns]
@@ -197,12 +198,12 @@ def _read_entry(
         checksum = zlib.crc32(content, checksum)
         arrays.append(np.frombuffer(content, dtype).reshape(shape))
     if checksum != int.from_bytes(prefix[8:12], "little"):
-        raise _damaged(call, path, file)
+        raise _damaged(path, file)
     return arrays
 
 
-def _damaged(call: str, path: Any, file: BinaryIO) -> ValueError:
+def _damaged(path: Any, file: BinaryIO) -> ValueError:
     return ValueError(
-        f"{call}: {path} is damaged before byte {file.tell()}, so its table cannot be "
+        f"{path} is damaged before byte {file.tell()}, so its table cannot be "
         "restored at the last flush. Use another copy of both files."
     )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -34,9 +34,6 @@ _MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generat
 
 _COLUMNS = 3  # arrays that have an entry for each row
 _HAND, _YOUNG = 0, 1  # places in the cursor
-
-# The schema of `TableKeys.description`, for `check_json`.
-SAVED = {"rows": int, "young": int, "old": int, "hand": int}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,38 +157,14 @@ class TableKeys:
         self._cursor[:] = 0
         self._reopen()
 
-    def description(self) -> dict[str, int]:
-        """The part about the keys in the description of a saved table, see `SAVED`."""
+    def sizes_of_sightings(self) -> dict[str, int]:
+        """The sizes of `sightings`, and the row at which victims are searched."""
         (young, _), (old, _) = self._sightings.contents()
-        sizes = {"rows": len(self), "young": young.size, "old": old.size}
-        return sizes | {"hand": self._hand()}
+        return {"young": young.size, "old": old.size, "hand": self._hand()}
 
-    def contents(self) -> Iterator[np.ndarray]:
-        """The arrays about the keys in a saved table, int64, of the lengths of `sizes`.
-
-        First the rows that have a key, and their columns; then the two generations of
-        sightings, each as keys and counts.
-        """
-        rows = self.rows()
-        yield rows.astype(np.int64)
-        for column in self.columns:
-            yield column[rows]
-        yield from self.sightings()
-
-    def sightings(self) -> Iterator[np.ndarray]:
+    def sightings(self) -> list[np.ndarray]:
         """Keys and counts of the younger sightings, then of the older ones."""
-        for pair in self._sightings.contents():
-            yield from pair
-
-    def restore(
-        self, description: dict[str, Any], arrays: Iterable[np.ndarray]
-    ) -> None:
-        """Sets the arrays of a file; there are no keys yet."""
-        rows, *values = arrays
-        for column, x in zip(self.columns, values):
-            column[rows] = x
-        self.restore_sightings(values[_COLUMNS:], description["hand"])
-        self._reopen()
+        return [array for pair in self._sightings.contents() for array in pair]
 
     def restore_sightings(self, arrays: Sequence[np.ndarray], hand: int) -> None:
         """Sets the result of `sightings`, and the row at which victims are searched."""
@@ -412,12 +385,6 @@ class _Generation:
 
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
         return self._keys[: self.size], self._counts[: self.size]
-
-
-def sizes(description: dict[str, Any]) -> list[int]:
-    """The lengths of the arrays of `TableKeys.contents`, by the description."""
-    rows, young, old = (description[name] for name in ("rows", "young", "old"))
-    return [rows] * (1 + _COLUMNS) + [young, young, old, old]
 
 
 def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:

@@ -200,7 +200,7 @@ def _read_header(
 ) -> dict[str, Any]:
     """Reads the header of the file, which must describe this table."""
     file.seek(0)
-    found = _format.read_header(_INIT, path, file, MAGIC, _HEADER)
+    found = _format.read_header(path, file, MAGIC, _HEADER)
     if found.get("loading"):
         raise ValueError(
             f"{_INIT}: {path} is half loaded: the process that loaded a saved store "
@@ -208,7 +208,7 @@ def _read_header(
             "init again, and then load."
         )
     fields = "shape", "dtype", "state", "key", "keyed"
-    _format.check_same(_INIT, path, name, found, header, fields)
+    _format.check_same(path, name, found, header, fields)
     if found["start"] % _PAGE or found["start"] < file.tell():
         raise ValueError(
             f"{_INIT}: {path} is damaged: its rows begin at byte {found['start']}, "

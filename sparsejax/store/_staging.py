@@ -37,11 +37,12 @@ import numpy as np
 from sparsejax import _arguments
 from sparsejax._rows import indexing
 from sparsejax.store._engine import Engine
+from sparsejax.store._format import CHUNK
 from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._journal import Journal
 from sparsejax.store._requested import bucket, is_among
 from sparsejax.store._slots import Plan, Slots
-from sparsejax.store._table import CHUNK, Table
+from sparsejax.store._table import Table
 from sparsejax.store._tree_tables import CachedRows, is_table
 
 

@@ -17,12 +17,12 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
 from sparsejax._rows import SelectedRows, concatenate
-from sparsejax.store import _changes, _extra, _functions, _saving, _together
-from sparsejax.store._changes import Changes
+from sparsejax.store import _functions, _saved_tree, _snapshot
 from sparsejax.store._engine import CapacityOf, Engine, Request
 from sparsejax.store._init_table import make_table, own_path, spec_of
 from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
 from sparsejax.store._mesh import of_all_processes
+from sparsejax.store._processes import Processes
 from sparsejax.store._requested import (
     Capacities,
     capacity_for,
@@ -30,6 +30,7 @@ from sparsejax.store._requested import (
     check_rows,
     places_of,
 )
+from sparsejax.store._snapshot import Changes
 from sparsejax.store._table import Table, TableStats
 from sparsejax.store._train_step import TrainStep
 from sparsejax.store._tree_tables import StoredTable, put_tables
@@ -115,11 +116,11 @@ class KVStore:
 
     def __init__(self, mesh: Mesh | None = None):
         self.engine = Engine(mesh)
-        self._processes: _together.Processes | None = None
+        self._processes: Processes | None = None
         devices = self.engine.devices
         if devices is not None and devices.count > 1:
             place = devices.process, devices.count
-            self._processes = _together.Processes(*place, devices.gather)
+            self._processes = Processes(*place, devices.gather)
 
     def __contains__(self, name: object) -> bool:
         return name in self.engine.tables
@@ -824,14 +825,16 @@ class KVStore:
         on disk. If the process is killed, `path` has its old or its new content. For
         tables that were not made from an array, only touched rows are written.
 
-        With several processes, each writes its own rows to a file of its own, whose
-        name ends in `.0-of-2`, `.1-of-2` and so on. The files of a save have one stamp.
-        A save that is cut off, because a process is killed, is completed or dropped by
-        the next `save` or `load`: rows of two saves are never mixed. An error in one
-        process is raised in all.
+        The file is an `.npz` archive that NumPy reads.
+
+        With several processes, `path` is a directory that all of them see, and each
+        writes its own rows to a file in it. When all have written, process 0 makes the
+        save the current one. A save that is cut off, because a process is killed,
+        leaves the older one. An error in one process is raised in all.
 
         Args:
-          path: of the file, in an existing directory.
+          path: of the file, in an existing directory; of a directory with several
+            processes.
           extra: a tree of arrays, ints, floats, bools and strings, which is saved in
             the same file: dense parameters, their optimizer state, the number of the
             step, the position of a loader. Each process saves its own.
@@ -856,19 +859,19 @@ class KVStore:
           >>> float(store.pull_all("words").sum())
           10.0
         """
-        call = "sparsejax.store.KVStore.save"
-        leaves = _extra.leaves_of(call, extra, self.engine.on_one_device)
-        with _progress.progress_reporter(call, progress) as report:
+        leaves = _saved_tree.leaves_of(extra, self.engine.on_one_device)
+        tables, history = self.engine.tables, self.engine.history
+        with _progress.progress_reporter("KVStore.save", progress) as report:
 
-            def write(path, stamp=None):
-                tables, history = self.engine.tables, self.engine.history
-                arguments = path, tables, history, report, leaves, stamp
-                self.engine.run(lambda: _saving.save(*arguments))
+            def write(path):
+                arguments = path, tables, history, 0, True, report, leaves
+                work = lambda: _snapshot.write(*arguments, all_rows=True)
+                self.engine.run(work)
 
             if self._processes is None:
                 write(path)
             else:
-                _together.save(self._processes, call, path, write)
+                self._processes.save(path, write)
 
     def load(
         self,
@@ -899,23 +902,33 @@ class KVStore:
         Raises:
           FileNotFoundError: there is no such file.
           ValueError: the file is not a file of `save`, is truncated or damaged (each
-            part has a checksum), has other tables or another tree, or the files of the
-            processes are not of one save. Nothing has changed.
+            part has a checksum), or has other tables or another tree. Nothing has
+            changed.
           RuntimeError: another process failed.
         """
-        call, processes = "sparsejax.store.KVStore.load", self._processes
+        processes = self._processes
         tables, history = self.engine.tables, self.engine.history
-        with _progress.progress_reporter(call, progress) as report:
-            if processes is not None:
-                _together.check_one_save(processes, call, path)
-                path = own_path(path, self.engine.process, self.engine.count)
-            check = lambda: _saving.check(path, tables, report, extra)
-            read = lambda: _saving.load(path, tables, history, report)
+        with _progress.progress_reporter("KVStore.load", progress) as report:
+            check = functools.partial(
+                _snapshot.Record,
+                tables=tables,
+                report=report,
+                replaces=True,
+                tree=extra,
+            )
+
+            def load(path):
+                record = check(path)
+                _snapshot.load(record, history)
+                return record.tree
+
             if processes is None:
-                return self.engine.run(lambda: (check(), read())[0])
-            found = processes.run(call, lambda: self.engine.run(check))
-            processes.run(call, lambda: self.engine.run(read))
-            return found
+                return self.engine.run(lambda: load(path))
+            path = processes.saved(path)
+            record = processes.run(lambda: self.engine.run(lambda: check(path)))
+            read = lambda: _snapshot.load(record, history)
+            processes.run(lambda: self.engine.run(read))
+            return record.tree
 
     # -- what changed -----------------------------------------------------------------
 
@@ -924,8 +937,8 @@ class KVStore:
         """A number that grows with each change of a table, after all earlier pushes.
 
         It is 0 in a new store. `load` and `apply_changes` set it to the version of the
-        file. A table whose file already existed may have any rows, so that `init`
-        begins a new version, before which no changes are known.
+        file, before which `load` knows no changes. A table whose file already existed
+        may have any rows, so that `init` begins a new version, too.
         """
         return self.engine.run(lambda: self.engine.history.version)
 
@@ -962,12 +975,7 @@ class KVStore:
         tables, history = self.engine.tables, self.engine.history
 
         def work():
-            for table in tables.values():
-                table.check_usable()
-                table.check_written_back()
-            found = _changes.changed_since(
-                "KVStore.changed_since", tables, history, version
-            )
+            found = _snapshot.changed_since(tables, history, version)
             return {name: tables[name].ids_of(x) for name, x in found.items()}
 
         return self.engine.run(work)
@@ -1028,17 +1036,10 @@ class KVStore:
         state = _arguments.check_bool("state", state)
         path = own_path(path, self.engine.process, self.engine.count)
         arguments = path, self.engine.tables, self.engine.history, since, state
-
-        def work():
-            for table in self.engine.tables.values():
-                table.check_usable()
-                table.check_written_back()
-            return _changes.export(*arguments)
-
-        return self.engine.run(work)
+        return self.engine.run(lambda: _snapshot.write(*arguments))
 
     def apply_changes(self, path: str | os.PathLike[str]) -> dict[str, Changes]:
-        """Applies a file that `export_changes` of another store wrote.
+        """Applies a file that `export_changes` or `save` of another store wrote.
 
         This store then has the version of the file, and the weights of the other store
         at this version, to the bit. Both stores must be made by `init` with the same
@@ -1047,8 +1048,12 @@ class KVStore:
         for files without state. Apply the files in order. A file whose version was
         reached before changes nothing.
 
-        The whole file is read into memory and checked before anything is changed. If
-        the process is killed later, a mapped table is half loaded, as by `load`.
+        A version belongs to one run of the other store. If that store is started again
+        from a save, or if this store was changed itself, apply a file since version 0
+        once: it replaces all rows.
+
+        The whole file is checked before anything is changed. If the process is killed
+        later, a mapped table is half loaded, as by `load`.
 
         Args:
           path: of the file.
@@ -1061,7 +1066,7 @@ class KVStore:
           FileNotFoundError: there is no such file.
           ValueError: the file is not a file of `export_changes`, is truncated or
             damaged, or has other tables; it is not since version 0, and has the changes
-            of another store, or later changes than the next ones. Nothing has changed.
+            of another run, or later changes than the next ones. Nothing has changed.
           RuntimeError: a CachedTable is over a table; a table is half loaded.
 
         Example:
@@ -1069,7 +1074,7 @@ class KVStore:
         """
         path = own_path(path, self.engine.process, self.engine.count)
         tables, history = self.engine.tables, self.engine.history
-        return self.engine.run(lambda: _changes.apply(path, tables, history))
+        return self.engine.run(lambda: _snapshot.apply(path, tables, history))
 
     def flush(self) -> None:
         """Waits until all pushes are done and memory-mapped tables are on the disk.

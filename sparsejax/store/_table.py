@@ -22,15 +22,13 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax.store import _format
+from sparsejax.store._format import CHUNK
 from sparsejax.store._history import History, RowVersions
 from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested import MIN_CAPACITY, bucket, places_of
-
-
-CHUNK = 1 << 16  # rows at a time, when all rows are read or written
 
 
 class TableStats(NamedTuple):
@@ -420,6 +418,11 @@ class Table:
         for column in self.columns:
             column[rows] = 0
         self.touched[rows] = 0  # last: an untouched row is all zeros
+        self._mark_stale(rows)
+
+    def mark_changed(self, rows: np.ndarray) -> None:
+        """Marks distinct rows as changed in this version of the store."""
+        self.changed_at.mark(rows, self.history.version)
         self._mark_stale(rows)
 
     def forget_changes(self) -> None:

@@ -1,4 +1,4 @@
-"""Versions of a store, and their branches."""
+"""Versions of a store, and their runs."""
 
 import os
 
@@ -9,12 +9,6 @@ from sparsejax.store import _history
 from sparsejax.store._history import History
 
 
-def follower_of(history):
-    other = History()
-    other.follow(history.description())
-    return other
-
-
 def test_nested_changes_are_one():
     history = History()
     with history.one_change():
@@ -23,40 +17,20 @@ def test_nested_changes_are_one():
     assert history.advance() == 2
 
 
-def test_the_same_number_on_another_branch_is_another_version():
-    history = History()
-    for _ in range(3):
-        history.advance()
-    one, other = follower_of(history), follower_of(history)
-    assert one.is_passed_by(history.branches, 3)
-    for each in (history, one, other):
-        each.advance()
-    assert history.has_passed(one.branches, 3)  # where they parted
-    assert not history.has_passed(one.branches, 4)
-    assert not one.is_passed_by(other.branches, 4)
-    assert History().is_passed_by(one.branches, 4)  # nothing had changed
-
-
-def test_a_forked_child_has_a_branch_of_its_own(monkeypatch):
+def test_a_run_begins_after_a_file_and_in_a_forked_child(monkeypatch):
     history = History()
     history.advance()
-    parent = follower_of(history)
+    first = history.run
+    history.advance()
+    assert history.run == first
+    history.follow("of a file", 7)
+    assert (history.run, history.version) == ("of a file", 7)
+    history.advance()
+    second = history.run
+    assert len({first, second, "of a file", ""}) == 4 and history.version == 8
     monkeypatch.setattr(os, "getpid", lambda: -1)
     history.advance()
-    assert len(history.branches) == 2 and history.branches[1]["start"] == 1
-    assert history.has_passed(parent.branches, 1)
-
-
-def test_branches_are_bounded():
-    history = History()
-    history.advance()
-    first = follower_of(history)
-    for _ in range(100):
-        history = follower_of(history)
-        history.advance()
-    assert len(history.branches) == 64 and history.version == 101
-    assert not first.is_passed_by(history.branches, history.version)  # forgotten
-    assert follower_of(history).has_passed(history.branches, 101)
+    assert history.run not in (first, second)
 
 
 @pytest.mark.parametrize("height", [0, 1, 40, 1000])
@@ -74,5 +48,3 @@ def test_versions_of_rows_in_blocks(monkeypatch, height):
             found = versions.since(since)
             assert found.dtype == np.int64
             assert found.tolist() == np.flatnonzero(expected > since).tolist()
-    every = np.arange(height)
-    assert versions.at(every).tolist() == expected.tolist()

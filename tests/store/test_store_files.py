@@ -1,6 +1,7 @@
 """Stores in files: saved whole or not at all, and tables mapped into memory."""
 
 import dataclasses
+import json
 import os
 import pathlib
 import shutil
@@ -9,6 +10,7 @@ import textwrap
 import threading
 import time
 import traceback
+import zipfile
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, make_rows, run_python
-from sparsejax.store import _format, _memory, _saving
+from sparsejax.store import _format, _memory, _snapshot
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -53,6 +55,18 @@ def same(store, other):
         for a, b in zip([*mine.by_row, *mine.rest], [*theirs.by_row, *theirs.rest]):
             assert_same_bits(a, b)
         assert_same_bits(mine.touched, theirs.touched)
+
+
+def rewrite(path, change):
+    """Changes the header of a record, as another program may."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = json.loads(members["header.json"])
+    change(header)
+    members["header.json"] = json.dumps(header).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
 
 
 def files(directory):
@@ -119,7 +133,7 @@ def test_only_rows_touched_are_saved(tmp_path):
     store.pull("t", np.arange(0, 1_000_000, 10_000))
     store.save(tmp_path / "store")
     size = (tmp_path / "store").stat().st_size
-    assert 100 * (8 + 64) < size < 100 * (8 + 64) + 1000
+    assert 100 * (8 + 64) < size < 100 * (8 + 64) + 4000
 
 
 @pytest.mark.slow
@@ -134,22 +148,22 @@ def test_what_load_refuses(tmp_path):
     with pytest.raises(ValueError, match="has the tables .'given', 'lazy', 'narrow'"):
         other.load(path)
     other = new_store(optax.adagrad(0.1))
-    with pytest.raises(ValueError, match="table 'lazy' has state .*sum_of_squares"):
+    with pytest.raises(ValueError, match="Table 'lazy' has state .*sum_of_squares"):
         other.load(path)
     content = path.read_bytes()
-    for wrong, message in [
-        (b"", "does not begin with"),
-        (b"other" + content, "does not begin with"),
-        (content[:40], "ends within its header"),
-        (content[:-1], "was truncated or changed"),
-        (content + b"x", "was truncated or changed"),
-        (content[:18] + b"\xff" * 8 + content[26:], "ends within its header"),
-        (content[:40] + b"?" + content[41:], "its header is damaged"),
-        (content[:-900] + b"??" + content[-898:], "is damaged: .* checksum"),
+    middle = len(content) // 2
+    for wrong in [
+        b"",
+        b"other" + content,
+        content[:40],
+        content[:-1],
+        content + b"x",
+        content[: middle - 1] + bytes([content[middle] ^ 1]) + content[middle + 1 :],
+        b"sparsejax store 3\n" + content,  # of a release before
     ]:
         (tmp_path / "wrong").write_bytes(wrong)
         other, start = new_store(), new_store()
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match="is not a whole file of this sparsejax"):
             other.load(tmp_path / "wrong")
         same(other, start)
 
@@ -174,14 +188,19 @@ def test_an_error_while_saving_leaves_the_old_file(tmp_path):
 def test_a_file_of_wrong_ids(tmp_path, monkeypatch):
     store, path = new_store(), tmp_path / "store"
     steps(store, range(2))
-    for wrong in ([5, 3], [3, V], [-1, 3]):
-        find = lambda x, wrong=wrong: np.array(wrong) if x.any() else np.zeros(0, int)
+    find = _snapshot._all_rows
+    for wrong in ([5, 3], [3, V], [3, 3]):
         with monkeypatch.context() as patch:
-            patch.setattr(_saving.np, "flatnonzero", find)
-            patch.setattr(_saving.np, "take", lambda x, rows, **_: x[rows * 0])
+            all_rows = lambda table, wrong=wrong: (
+                np.array(wrong) if table.spec.name == "lazy" else find(table)
+            )
+            patch.setattr(_snapshot, "_all_rows", all_rows)
+            patch.setattr(_snapshot.np, "take", lambda x, rows, **_: x[rows * 0])
+            for table in store.engine.tables.values():
+                patch.setattr(table, "touched", np.ones(V + 1, np.uint8))
             store.save(path)
         other, start = new_store(), new_store()
-        with pytest.raises(ValueError, match="rows of table 'lazy' are not"):
+        with pytest.raises(ValueError, match="rows are not ascending row ids"):
             other.load(path)
         same(other, start)
 
@@ -197,7 +216,7 @@ def test_saving_over_a_mapped_table_is_refused(tmp_path):
             with pytest.raises(ValueError, match="the file of a memory-mapped table"):
                 store.save(file)
             assert file.read_bytes() == content
-        with pytest.raises(IsADirectoryError, match="KVStore.save: .* got the dir"):
+        with pytest.raises(IsADirectoryError, match="got the dir"):
             store.save(tmp_path)
         assert "lazy" in other
     with new_store(path=path) as store:
@@ -578,11 +597,11 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
         ({"start": 100}, "its rows begin at byte 100, within its header or a page"),
         ({"start": 0}, "its rows begin at byte 0"),
         ({"start": 8192}, "bytes instead of"),
-        ({"start": -4096}, "header is damaged: .*'start'. has an unexpected value"),
-        ({"start": None}, "header is damaged: .*'start'. has an unexpected value"),
-        ({"state": [3]}, "header is damaged: .*'state'..0. has an unexpected value, 3"),
-        ({"given": "yes"}, "header is damaged: .*'given'. has an unexpected value"),
-        ({"key": []}, "header is damaged: .*'key'. has an unexpected value, a list"),
+        ({"start": -4096}, "header.*'start'. has an unexpected value"),
+        ({"start": None}, "header.*'start'. has an unexpected value"),
+        ({"state": [3]}, "header.*'state'..0. has an unexpected value, 3"),
+        ({"given": "yes"}, "header.*'given'. has an unexpected value"),
+        ({"key": []}, "header.*'key'. has an unexpected value, a list"),
     ],
 )
 def test_headers_that_no_store_wrote(tmp_path, change, message):
@@ -592,7 +611,7 @@ def test_headers_that_no_store_wrote(tmp_path, change, message):
         store.init("t", (V, D), TX, path=path)
         store.save(saved)
     with open(path, "r+b") as file:
-        found = _format.read_header("f", path, file, _memory.MAGIC, {})
+        found = _format.read_header(path, file, _memory.MAGIC, {})
         file.seek(0)
         _format.write_header(file, _memory.MAGIC, found | change)
     with sj.store.KVStore() as store:
@@ -601,13 +620,7 @@ def test_headers_that_no_store_wrote(tmp_path, change, message):
         if "start" in change:
             return
         store.init("t", (V, D), TX)
-        with open(saved, "rb") as file:
-            found = _format.read_header("f", saved, file, _saving.MAGIC, {})
-            rest = file.read()
-        found["tables"]["t"] |= change
-        with open(saved, "wb") as file:
-            _format.write_header(file, _saving.MAGIC, found)
-            file.write(rest)
+        rewrite(saved, lambda header: header["tables"]["t"].update(change))
         with pytest.raises(ValueError, match=message):
             store.load(saved)
 
@@ -631,7 +644,7 @@ def test_a_saved_key_that_starts_no_row(tmp_path, key):
         store.save(path)
     with sj.store.KVStore() as store:
         store.init("t", (V, D), TX, initializer=NORMAL)
-        with pytest.raises(ValueError, match="the key of table 't' is"):
+        with pytest.raises(ValueError, match="of table 't', its key is"):
             store.load(path)
         assert store.pull_all("t").any()
 

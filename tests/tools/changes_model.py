@@ -11,6 +11,7 @@ be refused with nothing changed.
 
 import argparse
 import copy
+import itertools
 import pathlib
 import sys
 import tempfile
@@ -34,6 +35,7 @@ import sparsejax as sj
 V, HEIGHT, D = 60, 12, 2  # rows of both tables
 POOL = 30  # keys
 TX = optax.sgd(0.5, momentum=0.5)
+RUNS = itertools.count(1)
 
 
 def new_store(trains=True):
@@ -54,13 +56,25 @@ class Model:
         self.weights = {"items": {}, "users": {}}  # by row: weights and momentum
         self.keys = index_model.Model(HEIGHT)
         self.changed_at = {"items": {}, "users": {}}
-        self.lineage = []  # what was done, one entry for each version
+        self.run, self.is_loaded = 0, True  # the next change begins a run
+        self.known_since = 0
+
+    def advance(self):
+        if self.is_loaded:
+            self.run, self.is_loaded = next(RUNS), False
+        self.version += 1
+
+    def loaded(self):
+        """A store that loaded a save of this one."""
+        model = copy.deepcopy(self)
+        model.is_loaded, model.known_since = True, model.version
+        return model
 
     def change(self, name, rows):
         self.changed_at[name] |= dict.fromkeys(rows, self.version)
 
     def push(self, name, rows, values):
-        self.version += 1
+        self.advance()
         total = {}
         for row, value in zip(rows, values):
             total[row] = total.get(row, 0) + value
@@ -72,14 +86,14 @@ class Model:
         self.change(name, total)
 
     def assign(self, name, rows, values):
-        self.version += 1
+        self.advance()
         for row, value in zip(rows, values):
             _, trace = self.weights[name].get(row, (0, np.zeros(D)))
             self.weights[name][row] = value, trace
         self.change(name, rows)
 
     def insert(self, keys, step):
-        self.version += 1
+        self.advance()
         rows, evicted = self.keys.insert(keys, step)
         for row in evicted:
             self.weights["users"].pop(row, None)
@@ -128,9 +142,9 @@ class Follower:
     def apply(self, path, since, model):
         """Applies a file of `model`, or is refused."""
         mine = self.model
-        ours, theirs = mine.lineage, model.lineage
-        is_old = ours[: len(theirs)] == theirs
-        fits = theirs[: len(ours)] == ours
+        is_same = mine.run == model.run and mine.version > 0
+        is_old = not model.version or (is_same and model.version <= mine.version)
+        fits = is_same or not mine.version
         replaces = not fits and since == 0 and not is_old
         if not replaces and not is_old and (not fits or since > mine.version):
             try:
@@ -148,7 +162,7 @@ class Follower:
             changed = model.changed_at[name].items()
             want = {row for row, version in changed if version > since}
             found = found.rows.tolist()
-            if replaces:  # and all others that were known
+            if replaces or since < model.known_since:  # and all that were known
                 assert {*found} >= want and found == sorted({*found})
             else:
                 assert found == sorted(want), (name, found, want)
@@ -205,9 +219,11 @@ def compare(seed, steps):
                 since = followers[int(rng.integers(2))].model.version
                 since = int(np.clip(since + rng.integers(-3, 2), 0, model.version))
                 since = since if rng.random() < 0.9 else 0
-                for name, found in trainer.changed_since(since).items():
+                since = 0 if since < model.known_since else since
+                now = max(since, model.known_since)
+                for name, found in trainer.changed_since(now).items():
                     changed = model.changed_at[name].items()
-                    want = sorted(row for row, version in changed if version > since)
+                    want = sorted(row for row, version in changed if version > now)
                     assert found.tolist() == want
                 for follower in followers:
                     state = follower.with_state
@@ -226,27 +242,23 @@ def compare(seed, steps):
                 outcomes[found] = outcomes.get(found, 0) + 1
                 if found == "refused" and rng.random() < 0.2:
                     if follower.with_state:
-                        follower.restart(save(), copy.deepcopy(model))
+                        follower.restart(save(), model.loaded())
                     else:  # it cannot read the state in a saved store
                         trainer.export_changes(folder / "all", since=0)
                         now = copy.deepcopy(model)
                         follower.apply(folder / "all", 0, now)
                 elif rng.random() < 0.1 and found in ("applied", "replaced"):
                     follower.store.save(folder / "own")
-                    follower.restart(folder / "own", follower.model)
+                    follower.restart(folder / "own", follower.model.loaded())
             elif kind == "save":
                 save()
             elif kind == "restart" and saves:
                 number = (
                     len(saves) - 1 if rng.random() < 0.5 else rng.integers(len(saves))
                 )
-                trainer, model = new_store(), copy.deepcopy(saves[number])
+                trainer, model = new_store(), saves[number].loaded()
                 trainer.load(folder / f"save {number}")
                 check_store(trainer, model, True)
-            if len(model.lineage) != model.version:
-                del model.lineage[model.version :]
-                missing = model.version - len(model.lineage)
-                model.lineage += [(step, k) for k in range(missing)]
     return outcomes
 
 

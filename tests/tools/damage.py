@@ -231,38 +231,33 @@ def change_header(rng: random.Random, files: Files) -> Files:
     return {name: magic + head + text + body}
 
 
-def change_arrays(rng: random.Random, files: Files) -> Files:
-    """Other ids in a saved store, or in a file of changes, with the right checksum."""
+def change_member(rng: random.Random, files: Files) -> Files:
+    """Another header, or other ids, kinds or keys, in a record of a store."""
     ((name, data),) = files.items()
-    size = int.from_bytes(data[18:26], "little")
-    (table,) = json.loads(data[30 : 30 + size])["tables"].values()
-    start, count = 30 + size, table.get("rows")
-    if count is None:  # a saved store: after the count of steps and its checksum
-        start, count = start + 8, table["touched"]
-    end = start + 8 * count
-    ids = np.frombuffer(data[start:end], np.int64).copy()
-    if len(ids):
-        ids[rng.randrange(len(ids))] = rng.choice([-1, 0, 7, 10**6, 2**62])
-    if rng.random() < 0.3:
-        ids = ids[::-1]
-    content = ids.tobytes()
-    mark = zlib.crc32(content).to_bytes(4, "little")
-    return {name: data[:start] + content + mark + data[end + 4 :]}
-
-
-def change_keys(rng: random.Random, files: Files) -> Files:
-    """Another key, step or count in a file of changes, with the right checksum."""
-    ((name, data),) = files.items()
-    size = int.from_bytes(data[18:26], "little")
-    header = json.loads(data[30 : 30 + size])
-    count = header["tables"]["t"]["rows"]
-    end = len(data) - 4 * 4 * header["state"]  # before the sightings, which are none
-    end -= (8 * count + 4) * rng.randrange(3) + 4
-    numbers = np.frombuffer(data[end - 8 * count : end], np.int64).copy()
-    numbers[rng.randrange(count)] = rng.choice([*numbers.tolist(), -1, 0, 2**62])
-    content = numbers.tobytes()
-    mark = zlib.crc32(content).to_bytes(4, "little")
-    return {name: data[: end - 8 * count] + content + mark + data[end + 4 :]}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        members = {m: archive.read(m) for m in archive.namelist()}
+    one = rng.choice([m for m in sorted(members) if "weights" not in m])
+    if one == "header.json":
+        members[one] = json.dumps(change_json(rng, json.loads(members[one]))).encode()
+        if rng.random() < 0.05:
+            texts = [b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"x"']
+            members[one] = rng.choice(texts)
+    else:
+        numbers = np.load(io.BytesIO(members[one]))
+        if numbers.size:
+            numbers = numbers.copy()
+            new = rng.choice([*numbers.ravel().tolist(), 0, 1, 2, 7, 100])
+            numbers.flat[rng.randrange(numbers.size)] = new
+        if rng.random() < 0.2:
+            numbers = np.flip(numbers)
+        file = io.BytesIO()
+        np.save(file, numbers)
+        members[one] = file.getvalue()
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+    return {name: file.getvalue()}
 
 
 _DTYPES = "|O,<f4,>f4,<f8,<f16,|b1,|S0,|S3,<U2,|V8,<M8[s],<i8,<i2,|u1,<c8,<x4".split(
@@ -553,9 +548,9 @@ def _trainer(folder):
 
 READERS = {
     "Vocabulary.load": Reader(_vocabulary, (change_archive,), checked=True),
-    "KVStore.load": Reader(_store, (change_header, change_arrays), checked=True),
+    "KVStore.load": Reader(_store, (change_archive, change_member), checked=True),
     "KVStore.apply_changes": Reader(
-        _changes, (change_header, change_arrays, change_keys), checked=True
+        _changes, (change_archive, change_member), checked=True
     ),
     "KVStore.init": Reader(_mapped, (change_header,)),
     "KVStore.init, journal": Reader(_journal),

@@ -303,11 +303,12 @@ def _follow(folder, start):
     mapped = _mapped_follower(folder)
     if start:
         mapped.load(folder / "store")
+    since = 0  # another run of the trainer begins
     while start < STEPS:
         start += 1
         _push(trainer, start)
         trainer.save(folder / "store")
-        trainer.export_changes(folder / "changes", since=follower.version)
+        since = trainer.export_changes(folder / "changes", since=since)
         for store in (follower, mapped):
             store.apply_changes(folder / "changes")
             assert store.version == start

@@ -1,8 +1,8 @@
 """Trees that a store saves in one file with its tables.
 
 Dense parameters, their optimizer state, the number of a step and the position of a
-loader belong to the same moment as the tables. Arrays are written as bytes, with a
-checksum; ints, floats, bools and strings are in the header.
+loader belong to the same moment as the tables. Arrays are members of the record; ints,
+floats, bools and strings are in its header.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from sparsejax import _arguments
 
 # The schema of `describe`, for `_format.check_json`.
 DESCRIPTION = [
-    {"name": str, "shape?": [int], "dtype?": str, "bytes?": int, "value?": object}
+    {
+        "name": str,
+        "shape?": [int],
+        "dtype?": str,
+        "stored?": {"shape": [int], "dtype": str},
+        "value?": object,
+    }
 ]
 _PLAIN = bool, int, float, str
 
@@ -45,11 +51,10 @@ class Leaf(NamedTuple):
         return bool(self.dtype)
 
 
-def leaves_of(call: str, tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
+def leaves_of(tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
     """The leaves of a tree, to be saved.
 
     Args:
-      call: for messages.
       tree: of arrays, ints, floats, bools and strings.
       whole: returns an array of several processes as an array of this one.
 
@@ -63,11 +68,9 @@ def leaves_of(call: str, tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
             found.append(Leaf(name, x))
             continue
         if not (isinstance(x, np.ndarray | np.generic) or _arguments.is_concrete(x)):
-            raise _arguments.wrong_type(
-                call,
-                f"extra{name}",
-                "an array, an int, a float, a bool or a string",
-                _arguments.kind_of(x),
+            raise TypeError(
+                f"extra{name} must be an array, an int, a float, a bool or a string, "
+                f"got {_arguments.kind_of(x)}."
             )
         found.append(Leaf(name, np.asarray(_data(whole(x))), *_spec(x)))
     return found
@@ -79,20 +82,30 @@ def describe(leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
     def one(leaf):
         if not leaf.is_array:
             return {"name": leaf.name, "value": leaf.value}
-        size = leaf.value.nbytes
-        spec = {"shape": list(leaf.shape), "dtype": leaf.dtype, "bytes": size}
+        stored = {"shape": list(leaf.value.shape), "dtype": leaf.value.dtype.name}
+        spec = {"shape": list(leaf.shape), "dtype": leaf.dtype, "stored": stored}
         return {"name": leaf.name} | spec
 
     return [one(leaf) for leaf in leaves]
 
 
-def sizes(descriptions: Sequence[dict[str, Any]]) -> list[int]:
-    """The bytes of each array."""
-    return [x["bytes"] for x in descriptions if "bytes" in x]
+def spec_of(path: Any, description: dict[str, Any]) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of an array in a record.
+
+    Raises:
+      ValueError: there is no such dtype.
+    """
+    stored = description["stored"]
+    try:
+        dtype = np.dtype(stored["dtype"])
+    except TypeError:
+        dtype = np.dtype(object)
+    if dtype.hasobject or not dtype.itemsize:
+        raise ValueError(f"{path} is damaged: it has an array of {stored['dtype']!r}.")
+    return tuple(stored["shape"]), dtype
 
 
 def put(
-    call: str,
     path: Any,
     like: Any,
     descriptions: Sequence[dict[str, Any]],
@@ -101,10 +114,10 @@ def put(
     """The tree in a file, with each array where the array of `like` is.
 
     Args:
-      call, path: for messages.
+      path: for messages.
       like: a tree of the same structure, shapes and dtypes, or None for no tree.
       descriptions: from `describe`.
-      contents: uint8, the bytes of each array.
+      contents: the arrays.
 
     Raises:
       ValueError: the file has another tree.
@@ -117,12 +130,12 @@ def put(
     found = [x["name"] for x in descriptions]
     if names != found:
         raise ValueError(
-            f"{call}: {path} was saved with extra={_show_names(found)}, but the tree "
+            f"{path} was saved with extra={_show_names(found)}, but the tree "
             f"here has {_show_names(names)}. Pass the tree that was saved, or None."
         )
     data, leaves = iter(contents), []
     for (name, x), there in zip(wanted, descriptions):
-        is_array, value = "bytes" in there, there.get("value")
+        is_array, value = "stored" in there, there.get("value")
         if is_array:
             spec = tuple(there.get("shape", ())), there.get("dtype", "")
             is_same = hasattr(x, "dtype") and _spec(x) == spec
@@ -132,7 +145,7 @@ def put(
         if not is_same:
             here = _arguments.kind_of(x)
             raise ValueError(
-                f"{call}: extra{name} is {here} here, but {shown} in {path}. Pass a "
+                f"extra{name} is {here} here, but {shown} in {path}. Pass a "
                 "tree with the shapes and dtypes that were saved."
             )
         leaves.append(_like(x, next(data)) if is_array else value)
@@ -140,12 +153,10 @@ def put(
 
 
 def _like(x: Any, content: np.ndarray) -> Any:
-    """An array of the shape and dtype of `x`, where `x` is, from its bytes."""
+    """An array of the shape and dtype of `x`, where `x` is."""
     if _is_key(x):
-        like = jax.eval_shape(jax.random.key_data, x)
-        data = content.view(like.dtype).reshape(like.shape)
-        return jax.random.wrap_key_data(jnp.asarray(data), impl=_impl(x))
-    value = content.view(x.dtype).reshape(x.shape)
+        return jax.random.wrap_key_data(jnp.asarray(content), impl=_impl(x))
+    value = content
     if isinstance(x, np.generic):
         return value[()]
     if isinstance(x, np.ndarray):

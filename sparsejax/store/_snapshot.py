@@ -1,0 +1,553 @@
+"""Saves and changes of a store: the rows that changed since a version, in one record.
+
+A save is all rows that changed since version 0, with their optimizer state; a file of
+`export_changes` is the same since any version, with or without state. The header
+describes the tables, the run of the store and the versions. For the k-th table:
+
+- `k.rows`, `k.kinds`: the ids of the rows that changed, ascending; and for each
+  `_GONE` if the row is untouched again, `_WHOLE` if it has weights and state, or
+  `_GIVEN` if it has the weights that were given to `init`, and no state yet.
+- `k.weights`: of the rows that are not gone; `k.state.i`: of the whole rows.
+- `k.rest.i`: the leaves of state without rows.
+- `k.keys.i`, of a table with keys: key, last step and count of each row, where a count
+  of 0 means that the row has no key. `k.sightings.i`: of other keys, with state.
+
+Untouched rows are not written: the key in the description makes them again. All values
+are absolute, so a file may begin before the version of its reader. A file since version
+0 has all rows that are not as `init` makes them: it may replace whatever a store has.
+
+A file is read twice. Nothing changes until all of it has been checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sparsejax._files import as_path, replacing
+from sparsejax.store import _format, _memory, _saved_tree
+from sparsejax.store._format import CHUNK
+from sparsejax.store._history import History
+from sparsejax.store._optimizer import on_host
+from sparsejax.store._records import Reader, Spec, Writer
+from sparsejax.store._table import Table, put_rows
+
+
+_GONE, _WHOLE, _GIVEN = 0, 1, 2  # kinds of rows
+_MAX_VERSION = 1 << 62
+_SIGHTINGS = {"young": int, "old": int, "hand": int}
+_COUNTS = {"rows": int, "weights": int, "whole": int, "sightings?": _SIGHTINGS}
+_HEADER = {
+    "run": str,
+    "since": int,
+    "version": int,
+    "state": bool,
+    "tables": {"*": _format.DESCRIPTION | _COUNTS},
+    "tree": _saved_tree.DESCRIPTION,
+}
+
+Report = Callable[[int, int], None]
+
+
+class Changes(NamedTuple):
+    """What changed in a table, from `KVStore.apply_changes`.
+
+    Args:
+      rows: integers `[n]`, the ids of the rows that changed, ascending.
+      evicted: int64 `[m]`, the keys that lost their row, ascending; hashes for strings.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> trainer, follower = sj.store.KVStore(), sj.store.KVStore()
+      >>> for store in trainer, follower:
+      ...     store.init("words", (1000, 2), None)
+      >>> trainer.assign("words", sj.SelectedRows([7], jnp.ones((1, 2)), 1000))
+      >>> import tempfile
+      >>> path = f"{tempfile.mkdtemp()}/changes"
+      >>> trainer.export_changes(path, since=0)
+      1
+      >>> follower.apply_changes(path)["words"].rows
+      array([7], dtype=int32)
+    """
+
+    rows: np.ndarray
+    evicted: np.ndarray
+
+
+# ------------------------------------------------------------------ writing
+
+
+def changed_since(
+    tables: Mapping[str, Table], history: History, since: int
+) -> dict[str, np.ndarray]:
+    """The rows of each table that changed after a version, int64, ascending."""
+    _check_readable(tables)
+    if since > history.version:
+        raise ValueError(
+            f"Version {since} is not reached yet: this store is at version "
+            f"{history.version}."
+        )
+    if since < history.known_since:
+        raise ValueError(
+            f"The changes since version {since} are not known, only those since "
+            f"version {history.known_since}, because a table was opened from its file, "
+            "or a file was loaded. export_changes(since=0) writes all rows."
+        )
+    return {name: table.changed_at.since(since) for name, table in tables.items()}
+
+
+def _check_readable(tables: Mapping[str, Table]) -> None:
+    for table in tables.values():
+        table.check_usable()
+        table.check_written_back()
+
+
+def write(
+    path: str | os.PathLike[str],
+    tables: Mapping[str, Table],
+    history: History,
+    since: int,
+    state: bool,
+    report: Report = lambda done, total: None,
+    leaves: Sequence[_saved_tree.Leaf] = (),
+    *,
+    all_rows: bool = False,
+) -> int:
+    """Writes the rows that changed after a version; returns the current version.
+
+    Args:
+      path: of the file, which is replaced when it is complete.
+      tables, history: of the store.
+      since: the version.
+      state: True to write the optimizer state, too.
+      report: of the rows done, and in all.
+      leaves: of a tree.
+      all_rows: True to write the rows that were touched, too, which start the same in
+        any store.
+    """
+    check_target(path)
+    if all_rows or since == 0 < history.known_since:
+        _check_readable(tables)
+        rows = {name: _all_rows(table) for name, table in tables.items()}
+    else:
+        rows = changed_since(tables, history, since)
+    descriptions, kinds = {}, {}
+    for name, table in tables.items():
+        is_given = _GIVEN if table.spec.given else _GONE
+        kinds[name] = np.where(table.touched[rows[name]] != 0, _WHOLE, is_given)
+        kinds[name] = kinds[name].astype(np.uint8)
+        descriptions[name] = table.description() | {
+            "rows": rows[name].size,
+            "weights": int(np.count_nonzero(kinds[name])),
+            "whole": int(np.count_nonzero(kinds[name] == _WHOLE)),
+        }
+        if state and table.keys is not None:
+            descriptions[name]["sightings"] = table.keys.sizes_of_sightings()
+    header = {
+        "run": history.run,
+        "since": since,
+        "version": history.version,
+        "state": state,
+        "tables": descriptions,
+        "tree": _saved_tree.describe(leaves),
+    }
+    total, done = _count(header), 0
+    with replacing(path) as file, contextlib.ExitStack() as stack:
+        writer = stack.enter_context(contextlib.closing(Writer(file, header)))
+        for k, (name, table) in enumerate(tables.items()):
+            specs = _specs(k, table, descriptions[name], state)
+            arrays = [rows[name], kinds[name], *_arrays(table, rows[name], state)]
+            for (member, spec), array in zip(specs.items(), arrays, strict=True):
+                writer.array(member, spec, [array])
+            for member, spec, column, ids in _columns(
+                k, table, rows[name], kinds[name], state
+            ):
+
+                def chunks(column=column, ids=ids):
+                    nonlocal done
+                    for start in range(0, ids.size, CHUNK):
+                        chunk = ids[start : start + CHUNK]
+                        yield np.take(column, chunk, axis=0, mode="clip")
+                        done += chunk.size
+                        report(done, total)
+
+                writer.array(member, spec, chunks())
+        for k, leaf in enumerate(x for x in leaves if x.is_array):
+            spec = leaf.value.shape, leaf.value.dtype
+            writer.array(f"tree.{k}", spec, [leaf.value])
+        stack.close()
+        check_target(path)  # a table may have been made there meanwhile
+    return history.version
+
+
+def check_target(path: str | os.PathLike[str]) -> None:
+    """Raises if `path` is a directory, or the file of a mapped table."""
+    if os.path.isdir(as_path("KVStore", path)):
+        raise IsADirectoryError(f"path must be a file, got the directory {path}.")
+    if _memory.is_mapped_table(path):
+        raise ValueError(
+            f"{path} is the file of a memory-mapped table, which this call would "
+            "destroy. Use another path."
+        )
+
+
+def _all_rows(table: Table) -> np.ndarray:
+    """The rows that may not be as `init` makes them, int64, ascending."""
+    if table.spec.given:
+        return np.arange(table.height)
+    is_known = table.touched != 0
+    is_known[table.changed_at.since(0)] = True
+    if table.keys is not None:
+        is_known[table.keys.rows()] = True
+    return np.flatnonzero(is_known)
+
+
+def _arrays(table: Table, rows: np.ndarray, state: bool) -> list[np.ndarray]:
+    """The arrays of a table that are no columns, in the order of `_specs`."""
+    found = [*table.rest] if state else []
+    if table.keys is not None:
+        found += [column[rows] for column in table.keys.columns]
+        found += table.keys.sightings() if state else []
+    return found
+
+
+# ------------------------------------------------------------------ members
+
+
+def _specs(
+    k: int, table: Table, description: Mapping[str, Any], state: bool
+) -> dict[str, Spec]:
+    """Shapes and dtypes of the arrays of the k-th table that are no columns."""
+    count = (description["rows"],)
+    specs: dict[str, Spec] = {f"{k}.rows": (count, np.dtype(np.int64))}
+    specs[f"{k}.kinds"] = count, np.dtype(np.uint8)
+    if state:
+        for i, leaf in enumerate(table.rest):
+            specs[f"{k}.rest.{i}"] = leaf.shape, leaf.dtype
+    if table.keys is not None:
+        for i in range(len(table.keys.columns)):
+            specs[f"{k}.keys.{i}"] = count, np.dtype(np.int64)
+        if state:
+            young, old = (description["sightings"][x] for x in ("young", "old"))
+            for i, size in enumerate((young, young, old, old)):
+                specs[f"{k}.sightings.{i}"] = (size,), np.dtype(np.int64)
+    return specs
+
+
+def _columns(
+    k: int, table: Table, rows: np.ndarray, kinds: np.ndarray, state: bool
+) -> Iterator[tuple[str, Spec, np.ndarray, np.ndarray]]:
+    """The columns of the k-th table: name, spec, array and rows."""
+    ids = rows[kinds != _GONE]
+    spec = (ids.size, *table.weights.shape[1:]), table.weights.dtype
+    yield f"{k}.weights", spec, table.weights, ids
+    if state:
+        ids = rows[kinds == _WHOLE]
+        for i, column in enumerate(table.by_row):
+            spec = (ids.size, *column.shape[1:]), column.dtype
+            yield f"{k}.state.{i}", spec, column, ids
+
+
+def _count(header: Mapping[str, Any]) -> int:
+    """The number of rows to read or write, of weights and of each leaf of state."""
+    total = 0
+    for found in header["tables"].values():
+        by_row = (
+            sum(leaf["by_row"] for leaf in found["state"]) if header["state"] else 0
+        )
+        total += found["weights"] + found["whole"] * by_row
+    return total
+
+
+# ------------------------------------------------------------------ reading
+
+
+class Part(NamedTuple):
+    """The rows of a table in a record, which was checked.
+
+    Args:
+      rows, kinds: of the rows that changed.
+      rest, keys, sightings: the arrays that are no columns.
+    """
+
+    rows: np.ndarray
+    kinds: np.ndarray
+    rest: list[np.ndarray]
+    keys: list[np.ndarray]
+    sightings: list[np.ndarray]
+
+
+class Record:
+    """A record that was checked against the tables of a store.
+
+    Args:
+      path: of the file.
+      tables: by name.
+      report: of the rows done, and in all.
+      replaces: True for a save that replaces all tables, also their keys and the
+        weights that were given.
+      tree: a tree like the one that was saved, or None.
+
+    Raises:
+      ValueError: the file is damaged, or has other tables.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        tables: Mapping[str, Table],
+        report: Report,
+        *,
+        replaces: bool,
+        tree: Any = None,
+    ):
+        self.path, self.tables, self._report = path, tables, report
+        for table in tables.values():
+            table.check_not_cached()
+        with Reader(as_path("KVStore", path), _HEADER) as reader:
+            self.header = reader.header
+            self._check_tables(replaces)
+            self._total, self._done = 2 * _count(self.header), 0
+            self.parts = {}
+            specs: dict[str, Spec] = {}
+            for k, name in enumerate(self.header["tables"]):
+                specs |= self._specs_of(k, name)
+            trees = [x for x in self.header["tree"] if "stored" in x]
+            tree_specs = {}
+            for k, leaf in enumerate(trees):
+                tree_specs[f"tree.{k}"] = _saved_tree.spec_of(path, leaf)
+            reader.expect(specs | tree_specs)
+            for k, name in enumerate(self.header["tables"]):
+                self.parts[name] = self._read_part(reader, k, name)
+                self._read_columns(reader, k, name, lambda *_: None)
+            arrays = [reader.array(*item) for item in tree_specs.items()]
+            self.tree = _saved_tree.put(path, tree, self.header["tree"], arrays)
+
+    def write(self) -> None:
+        """Writes the columns of the file to the tables; reads the file again."""
+        with Reader(self.path, _HEADER) as reader:
+            if reader.header != self.header:
+                raise ValueError(f"{self.path} was replaced while it was read.")
+            for k, name in enumerate(self.header["tables"]):
+                self._read_columns(reader, k, name, put_rows)
+
+    def _specs_of(self, k: int, name: str) -> dict[str, Spec]:
+        """All arrays of the k-th table."""
+        table, found = self.tables[name], self.header["tables"][name]
+        specs = _specs(k, table, found, self.header["state"])
+        for i, column in enumerate(table.columns if self.header["state"] else [0]):
+            column = table.weights if i == 0 else column
+            member = f"{k}.weights" if i == 0 else f"{k}.state.{i - 1}"
+            count = found["weights" if i == 0 else "whole"]
+            specs[member] = (count, *column.shape[1:]), column.dtype
+        return specs
+
+    def _read_part(self, reader: Reader, k: int, name: str) -> Part:
+        table, found = self.tables[name], self.header["tables"][name]
+        specs = _specs(k, table, found, self.header["state"])
+        arrays = {
+            member.split(".", 1)[1]: reader.array(member, spec)
+            for member, spec in specs.items()
+        }
+        of = lambda kind: [x for n, x in arrays.items() if n.startswith(f"{kind}.")]
+        part = Part(
+            arrays["rows"], arrays["kinds"], of("rest"), of("keys"), of("sightings")
+        )
+        rows, kinds = part.rows, part.kinds
+        in_range = not rows.size or (rows[0] >= 0 and rows[-1] < table.height)
+        if not in_range or (rows[1:] <= rows[:-1]).any():
+            raise self._damaged(name, "its rows are not ascending row ids")
+        if (
+            (kinds > _GIVEN).any()
+            or np.count_nonzero(kinds) != found["weights"]
+            or np.count_nonzero(kinds == _WHOLE) != found["whole"]
+            or (found["given"] and (kinds == _GONE).any())
+            or (not found["given"] and (kinds == _GIVEN).any())
+        ):
+            raise self._damaged(name, "kinds of rows do not add up")
+        if part.keys:
+            keys, _, counts = part.keys
+            used = keys[counts > 0]
+            if (counts < 0).any() or np.unique(used).size != used.size:
+                raise self._damaged(name, "a key has several rows")
+        return part
+
+    def _read_columns(self, reader: Reader, k: int, name: str, put: Any) -> None:
+        table, part, state = self.tables[name], self.parts[name], self.header["state"]
+        columns = _columns(k, table, part.rows, part.kinds, state)
+        for member, spec, column, ids in columns:
+            start = 0
+            for values in reader.chunks(member, spec):
+                put(column, ids[start : start + len(values)], values)
+                start += len(values)
+                self._done += len(values)
+                self._report(self._done, self._total)
+
+    def _check_tables(self, replaces: bool) -> None:
+        """Raises a ValueError unless the file is of the same tables."""
+        found, path = self.header["tables"], self.path
+        if found.keys() != self.tables.keys():
+            raise ValueError(
+                f"{path} has the tables {sorted(found)}, but this store has "
+                f"{sorted(self.tables)}. Call init for exactly the tables of the file."
+            )
+        if replaces and (self.header["since"] or not self.header["state"]):
+            raise ValueError(
+                f"{path} is a file of export_changes, not of save. Call apply_changes."
+            )
+        if not self.header["since"] <= self.header["version"] < _MAX_VERSION:
+            raise ValueError(f"{path} is damaged: its versions are out of order.")
+        for name, there in found.items():
+            spec = self.tables[name].spec
+            fields = ["shape", "dtype", "keyed"]
+            fields += ["state"] * self.header["state"]
+            if replaces:
+                self._check_key(name, there["key"])
+                spec = dataclasses.replace(spec, key=there["key"])
+            else:
+                fields += ["given"] + ["key"] * (spec.initializer is not None)
+            here = spec.describe()
+            _format.check_same(path, name, there, here, tuple(fields))
+            if self.header["state"] and spec.policy and "sightings" not in there:
+                raise self._damaged(name, "it has no sightings of keys")
+            if replaces and there["given"] and there["weights"] != spec.shape[0]:
+                raise self._damaged(name, "it has not all rows")
+
+    def _check_key(self, name: str, key: dict[str, Any]) -> None:
+        """Raises unless the rows of a table can start from the key in a file."""
+        try:
+            with on_host():
+                is_one = _format.decode_key(key).ndim == 0
+        except (TypeError, ValueError, OverflowError):
+            is_one = False
+        if not is_one:
+            raise self._damaged(name, f"its key is {key}")
+
+    def _damaged(self, name: str, why: str) -> ValueError:
+        return ValueError(
+            f"{self.path} is damaged: of table {name!r}, {why}. Use another copy."
+        )
+
+    def check_keys(self, others: Mapping[str, np.ndarray]) -> None:
+        """Raises a ValueError unless each key has one row, with `others` untouched."""
+        for name, part in self.parts.items():
+            keys, rows = self.tables[name].keys, [part.rows, others[name]]
+            if keys is None:
+                continue
+            if not keys.can_replace(np.concatenate(rows), part.keys):
+                raise self._damaged(name, "a key has several rows")
+
+    def settle(self, name: str) -> None:
+        """Sets what is no column of a table."""
+        table, part = self.tables[name], self.parts[name]
+        table.touched[part.rows] = part.kinds == _WHOLE
+        for leaf, new in zip(table.rest, part.rest):
+            leaf[...] = new
+        if table.keys is not None and part.sightings:
+            hand = self.header["tables"][name]["sightings"]["hand"]
+            table.keys.restore_sightings(part.sightings, hand)
+
+
+def load(record: Record, history: History) -> None:
+    """Replaces all tables by a save.
+
+    Until the last row is read, the tables are marked as half loaded.
+    """
+    with _marked_as_loading(record.tables):
+        for name, there in record.header["tables"].items():
+            table, part = record.tables[name], record.parts[name]
+            table.flushed_step = there.get("step")
+            table.reset(there["key"])
+            # Mark rows before writing, so that a later load resets them.
+            table.touched[part.rows] = 1
+            table.describe_as(there["key"], given=there["given"])
+            if table.keys is not None:
+                table.keys.replace(part.rows, part.keys)
+        record.write()
+        for name in record.parts:
+            record.settle(name)
+    history.follow(record.header["run"], record.header["version"])
+    history.known_since = history.version
+
+
+def apply(
+    path: str | os.PathLike[str], tables: Mapping[str, Table], history: History
+) -> dict[str, Changes]:
+    """Applies a record to the tables of a store that follows another one."""
+    for table in tables.values():
+        table.check_usable()
+    record = Record(path, tables, lambda done, total: None, replaces=False)
+    run, since, version = (record.header[x] for x in ("run", "since", "version"))
+    is_same = run == history.run and bool(run)
+    nothing = np.zeros((0,), np.int64)
+    if not version or (is_same and version <= history.version):
+        return {n: Changes(t.ids_of(nothing), nothing) for n, t in tables.items()}
+    replaces = not is_same and history.version > 0
+    has_all = all(
+        not table.spec.given or record.header["tables"][name]["rows"] == table.height
+        for name, table in tables.items()
+    )
+    if replaces and (since or not has_all):
+        raise ValueError(
+            f"{path} has the changes from version {since} to {version} of another run "
+            f"than the one that this store follows to version {history.version}: this "
+            "store was changed itself, or the other one was started again. Apply a "
+            "file of export_changes(since=0) once."
+        )
+    if since > history.version:
+        raise ValueError(
+            f"{path} has the changes since version {since}, but this store is at "
+            f"version {history.version}. First apply the files between them."
+        )
+    others = dict.fromkeys(tables, nothing)
+    if replaces:  # all other rows become untouched
+        for name, table in tables.items():
+            rows = record.parts[name].rows
+            others[name] = np.setdiff1d(_all_rows(table), rows, assume_unique=True)
+    record.check_keys(others)
+    if not record.header["state"]:  # rows start with state, which a usable table allows
+        for name, part in record.parts.items():
+            tables[name].touch(part.rows[part.kinds == _WHOLE])
+    with _marked_as_loading(tables), history.one_change():
+        found = {}
+        for name, table in tables.items():
+            part = record.parts[name]
+            evicted = nothing
+            if table.keys is not None:
+                gone = others[name]
+                free = [np.zeros(gone.shape, np.int64) for _ in part.keys]
+                evicted = table.keys.replace(
+                    np.concatenate([part.rows, gone]),
+                    [np.concatenate(x) for x in zip(part.keys, free)],
+                )
+            # Without the state of rows that were trained and are not any more.
+            table.clear(np.union1d(part.rows[part.kinds != _WHOLE], others[name]))
+            changed = np.union1d(part.rows, others[name])
+            found[name] = Changes(table.ids_of(changed), np.sort(evicted))
+        record.write()
+        for name, table in tables.items():
+            record.settle(name)
+        history.follow(run, version)
+        for name, table in tables.items():
+            if replaces:
+                table.forget_changes()
+            table.mark_changed(record.parts[name].rows)
+        if replaces:
+            history.known_since = history.version
+    return found
+
+
+@contextlib.contextmanager
+def _marked_as_loading(tables: Mapping[str, Table]) -> Iterator[None]:
+    """A kill or an error within it leaves tables that are marked as half loaded."""
+    for table in tables.values():
+        table.set_loading(True)
+    yield
+    for table in tables.values():
+        table.memory.flush()
+        table.set_loading(False)
