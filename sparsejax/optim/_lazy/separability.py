@@ -719,8 +719,15 @@ class Update:
                 x = _draw(rng, node.aval, signed=not is_state)
             inputs.append(x)
         known = [not isinstance(x, Tracer) for x in function.operands]
+        branches = {
+            id(step.inputs[0])
+            for step in function.steps
+            if step.eqn.primitive.name in ("cond", "select_n")
+        }
         operands = [
-            x if is_known else _draw(rng, jax.typeof(x), signed=False)
+            x
+            if is_known
+            else _draw(rng, jax.typeof(x), False, id(x) in branches, is_large=False)
             for x, is_known in zip(function.operands, known)
         ]
         axes = [None if is_known else 0 for is_known in known]
@@ -764,7 +771,8 @@ class Update:
         """What changes in a row of a table without a gradient."""
         own = [k for k, node in self.followers.items() if node.table == table]
         update, *state = self.run(self.function(split, table), "zero", "any")
-        found = [WEIGHTS] if np.any(update != 0) else []
+        # A state that cannot be, like a variance below zero, gives NaN.
+        found = [WEIGHTS] if np.any((update != 0) & ~np.isnan(update)) else []
         for k, new, old in zip(own, state, state[len(own) :]):
             if new.astype(old.dtype).tobytes() != old.tobytes():
                 found.append(self.paths[k])
@@ -783,8 +791,18 @@ def _types(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-def _draw(rng: np.random.Generator, aval: Any, signed: bool) -> Any:
-    """Random numbers of a type, of several sizes; both booleans at the start."""
+def _draw(
+    rng: np.random.Generator,
+    aval: Any,
+    signed: bool,
+    is_branch: bool = False,
+    is_large: bool = True,
+) -> Any:
+    """Random numbers of a type, of several sizes, and both booleans.
+
+    Integers are counts, which are positive, unless they choose a branch. A global
+    number is not large, since the exponential of a decay may be taken.
+    """
     shape, dtype = (_DRAWS, *aval.shape), aval.dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         with jax.ensure_compile_time_eval():
@@ -794,8 +812,11 @@ def _draw(rng: np.random.Generator, aval: Any, signed: bool) -> Any:
         flags[0], flags[1] = False, True
         return flags
     if not jnp.issubdtype(dtype, jnp.inexact):
-        return rng.integers(1, 9, shape).astype(dtype)
-    sizes = np.resize([1.0, 0.1, 10.0, 1.0, 1e3], _DRAWS)
+        numbers = rng.integers(1, 9, shape)
+        if is_branch:
+            numbers[0] = 0
+        return numbers.astype(dtype)
+    sizes = np.resize([1.0, 0.1, 10.0, 1.0, 1e3 if is_large else 1.0], _DRAWS)
     x = rng.uniform(0.05, 0.95, shape) * sizes.reshape(-1, *[1] * len(aval.shape))
     if signed:
         x = x * rng.choice([-1, 1], shape)
