@@ -29,7 +29,7 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import Initializer, PyTree
-from sparsejax._rows import indexing, is_selected_rows
+from sparsejax._rows import indexing
 
 
 class NotPulledError(KeyError):
@@ -310,7 +310,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
         except RowSparseTableError:  # of a block inside this one
             raise
         except TypeError as error:
-            if not _needs_arrays(forward, self, tables, params, inputs):
+            if "SelectedRows" not in str(error):
                 raise
             short = str(error).strip().splitlines()[0].rstrip(".")
             raise RowSparseTableError(
@@ -322,33 +322,6 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return sparse_forward
-
-
-def _needs_arrays(
-    forward: Callable[..., Any], block: Any, tables: Any, params: Any, inputs: Any
-) -> bool:
-    """Returns True if `forward` fails because it uses pulled rows as arrays.
-
-    This traces `forward` twice, with the pulled rows and with whole tables. If both
-    traces fail with the same error, the error has another cause.
-    """
-
-    def failure(tables):
-        run = lambda tables: forward(block, PulledTables(tables), params, inputs)
-        try:
-            jax.eval_shape(run, tables)
-        except Exception as error:
-            return error
-        return None
-
-    whole = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_selected_rows(x) else x
-        for name, x in tables.items()
-    }
-    on_rows, on_arrays = failure(dict(tables)), failure(whole)
-    if isinstance(on_arrays, AttributeError):  # .rows and .values, which it may use
-        return False
-    return repr(on_rows) != repr(on_arrays)
 
 
 def _layer_fields(block: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.store import _memory
+from sparsejax.store import _mapped
 
 
 _BLOCK, _MAX_BLOCKS = 1 << 12, 1 << 8  # rows of a block, blocks read at once
@@ -74,7 +74,7 @@ class RowVersions:
     """
 
     def __init__(self, height: int):
-        self._rows = _memory.zeros((height,), np.int64)
+        self._rows = _mapped.zeros((height,), np.int64)
         self._blocks = np.zeros((-(-height // _BLOCK),), np.int64)
 
     def mark(self, rows: np.ndarray, versions: Any) -> None:

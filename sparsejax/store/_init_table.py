@@ -14,7 +14,7 @@ from sparsejax.store import _format
 from sparsejax.store._history import History
 from sparsejax.store._journal import roll_back
 from sparsejax.store._keys import KeyPolicy
-from sparsejax.store._memory import MappedFile, Memory
+from sparsejax.store._mapped import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
 from sparsejax.store._requested import check_not_traced

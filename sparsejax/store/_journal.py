@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax.store import _format, _memory
+from sparsejax.store import _format, _mapped
 from sparsejax.store._format import CHUNK
 from sparsejax.store._table import Table
 
@@ -94,7 +94,7 @@ class Journal:
         os.fsync(file.fileno())
         self._table.set_journal(name)
         self._file = file
-        self._is_logged = _memory.zeros((self._table.height,), bool)
+        self._is_logged = _mapped.zeros((self._table.height,), bool)
         return file
 
 

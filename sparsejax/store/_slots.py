@@ -12,7 +12,7 @@ import dataclasses
 
 import numpy as np
 
-from sparsejax.store import _memory
+from sparsejax.store import _mapped
 
 
 @dataclasses.dataclass(eq=False)
@@ -48,7 +48,7 @@ class Slots:
     def __init__(self, height: int, count: int):
         self.row_of = np.full((count,), -1, np.int64)
         self.is_dirty = np.zeros((count,), bool)
-        self._slot_of = _memory.zeros((height,), np.int32)  # slot + 1, or 0 for none
+        self._slot_of = _mapped.zeros((height,), np.int32)  # slot + 1, or 0 for none
         self._used_at = np.full((count,), -1, np.int64)  # number of the last batch
         self._free, self._num_free = np.arange(count)[::-1].copy(), count
         self._now = 0

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsejax._files import as_path, replacing
-from sparsejax.store import _format, _memory, _saved_tree
+from sparsejax.store import _format, _mapped, _saved_tree
 from sparsejax.store._format import CHUNK
 from sparsejax.store._history import History
 from sparsejax.store._optimizer import on_host
@@ -189,7 +189,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
     """Raises if `path` is a directory, or the file of a mapped table."""
     if os.path.isdir(as_path("KVStore", path)):
         raise IsADirectoryError(f"path must be a file, got the directory {path}.")
-    if _memory.is_mapped_table(path):
+    if _mapped.is_mapped_table(path):
         raise ValueError(
             f"{path} is the file of a memory-mapped table, which this call would "
             "destroy. Use another path."

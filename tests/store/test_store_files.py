@@ -21,7 +21,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, make_rows, run_python
-from sparsejax.store import _format, _memory, _snapshot
+from sparsejax.store import _format, _mapped, _snapshot
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -460,7 +460,7 @@ def test_of_processes_that_create_a_file_one_has_it(tmp_path, count):
 
         def create(k, path=path, kept=kept):
             try:
-                memory = _memory.MappedFile(path, SPECS, {}, describe(), "t")
+                memory = _mapped.MappedFile(path, SPECS, {}, describe(), "t")
             except RuntimeError as error:
                 assert "is in use by another store" in str(error)
                 return "refused"
@@ -475,7 +475,7 @@ def test_of_processes_that_create_a_file_one_has_it(tmp_path, count):
         assert winner.startswith("has it"), winner
         _, _, k, inode = winner.split()
         assert path.stat().st_ino == int(inode)  # and not one that was replaced
-        memory = _memory.MappedFile(path, SPECS, {}, describe(), "t")
+        memory = _mapped.MappedFile(path, SPECS, {}, describe(), "t")
         assert (memory.arrays[0] == int(k)).all()
         memory.close()
     assert len(files(tmp_path)) == trial + 1
@@ -487,7 +487,7 @@ def test_a_table_that_is_created_meanwhile(tmp_path, monkeypatch):
     with sj.store.KVStore() as store, sj.store.KVStore() as other:
         store.init("t", (V, D), TX, path=path)
         with monkeypatch.context() as patch:
-            patch.setattr(_memory.pathlib.Path, "exists", lambda self: False)
+            patch.setattr(_mapped.pathlib.Path, "exists", lambda self: False)
             with pytest.raises(RuntimeError, match="is in use by another store"):
                 other.init("t", (V, D), TX, path=path)
             with pytest.raises(ValueError, match="'t' has an array, but .* already"):
@@ -611,9 +611,9 @@ def test_headers_that_no_store_wrote(tmp_path, change, message):
         store.init("t", (V, D), TX, path=path)
         store.save(saved)
     with open(path, "r+b") as file:
-        found = _format.read_header(path, file, _memory.MAGIC, {})
+        found = _format.read_header(path, file, _mapped.MAGIC, {})
         file.seek(0)
-        _format.write_header(file, _memory.MAGIC, found | change)
+        _format.write_header(file, _mapped.MAGIC, found | change)
     with sj.store.KVStore() as store:
         with pytest.raises(ValueError, match=message):
             store.init("t", (V, D), TX, path=path)
@@ -700,7 +700,7 @@ def test_a_table_larger_than_the_memory():
 
 def test_a_mapped_file_larger_than_the_disk(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(_memory.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(_mapped.shutil, "disk_usage", lambda path: usage)
     with sj.store.KVStore() as store:
         with pytest.raises(OSError, match="init: .* file system has only 1000 left"):
             store.init("t", (V, D), TX, path=tmp_path / "table")

@@ -39,7 +39,7 @@ import optax
 
 import sparsejax as sj
 from sparsejax._files import replacing
-from sparsejax.store import _memory
+from sparsejax.store import _mapped
 
 
 V, D, BATCH = 40_000, 8, 40
@@ -92,7 +92,7 @@ def _create(folder, start):
     while True:
         start += 1
         (folder / "table").unlink(missing_ok=True)
-        memory = _memory.MappedFile(folder / "table", _specs(), {}, _header(), "t")
+        memory = _mapped.MappedFile(folder / "table", _specs(), {}, _header(), "t")
         memory.arrays[0][:] = start
         memory.close()
         yield
@@ -101,7 +101,7 @@ def _create(folder, start):
 def _check_created(folder, done, begun):
     if not (folder / "table").exists():
         return begun
-    memory = _memory.MappedFile(folder / "table", _specs(), {}, _header(), "t")
+    memory = _mapped.MappedFile(folder / "table", _specs(), {}, _header(), "t")
     found = {int(x) for x in np.unique(memory.arrays[0])}
     memory.close()
     assert found <= {0, done, begun}, found
