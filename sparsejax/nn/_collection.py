@@ -18,7 +18,7 @@ from sparsejax._rows import SelectedRows, indexing, is_quantized
 from sparsejax._rows.scatter import scatter_assign
 from sparsejax.nn import _layer
 from sparsejax.nn._block import SparseBlock
-from sparsejax.nn._embedding import Embedding, EmbeddingBag, TableLayer
+from sparsejax.nn._embedding import EmbeddingBag, TableLayer
 from sparsejax.nn._stacks import Feature, read_all
 from sparsejax.transform.trace import name_stack
 
@@ -380,7 +380,7 @@ class EmbeddingCollection:
         return values.astype(layer.param_dtype)
 
 
-def _as_layer(name: str, spec: Any) -> Embedding | EmbeddingBag:
+def _as_layer(name: str, spec: Any) -> TableLayer:
     layer = spec if isinstance(spec, TableLayer) else EmbeddingBag(*spec)
     if isinstance(layer, SparseBlock):  # its init makes no table
         raise TypeError(

@@ -94,7 +94,7 @@ def _from_state(target: Any, state: dict[str, Any]) -> Any:
         x
         if like.dtype == x.dtype
         else jax.random.wrap_key_data(jnp.asarray(x), impl=jax.random.key_impl(like))
-        for like, x in zip(leaves, map(state.get, wanted), strict=True)
+        for like, x in zip(leaves, [state[name] for name in wanted])
     ]
     return treedef.unflatten(new)
 

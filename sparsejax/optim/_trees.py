@@ -81,7 +81,7 @@ def transformation(
     is_table = lambda x: isinstance(x, RowTable)
 
     def rebuild(like, part):
-        if not is_table(like):
+        if not is_table(like) or is_table(part):  # `update` refuses another layout
             return part
         return jax.tree.structure(like).unflatten(jax.tree.leaves(part))
 

@@ -71,35 +71,6 @@ def reduce_bags(
     return out
 
 
-def sum_bags(
-    owners: Owners,
-    read_rows: Callable[[jax.Array], jax.Array],
-    height: int,
-    ids: jax.Array,
-    weights: jax.Array | None,
-    segment_ids: jax.Array | None,
-    num_bags: int,
-) -> jax.Array:
-    """`sparsejax._lookup.bag_sum` of rows that are sharded over devices.
-
-    Args:
-      owners: which device owns which rows.
-      read_rows: reads the rows of ids, sharded like them.
-      height: ids out of `[0, height)` add nothing.
-      ids, weights, segment_ids, num_bags: as in `bag_sum`.
-    """
-    ids = pad_examples(owners, ids, -1)
-    skip = ~indexing.in_range(ids, height)
-    weights = None if weights is None else pad_examples(owners, weights, 0)
-    rows = read_rows(ids)
-    rows = rows.astype(indexing.accumulator_dtype(rows.dtype))
-    if segment_ids is None:
-        out = _padded_bags(owners, rows, skip, weights, "sum")
-        return remove_padding(out, num_bags)
-    segments = pad_examples(owners, segment_ids, -1), num_bags
-    return _segment_bags(owners, rows, skip, weights, segments, "sum")
-
-
 def pad_examples(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
     """`[n]` or `[B, L]`, padded to a multiple of the devices."""
     padding = -x.shape[0] % owners.devices

@@ -446,12 +446,16 @@ class _ShardedReader(RowReader):
         self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
         """As `RowReader.bag_sum`."""
-        owners = owners_of(self.table(ref.array))
-        read_rows = lambda ids: ctx.read(ref, ids, drop=False)
         weights, segment_ids = spec.weights(rest), spec.segment_ids(rest)
-        return _bags.sum_bags(
-            owners, read_rows, ref.height, ids, weights, segment_ids, spec.num_bags
-        )
+        segments = None if segment_ids is None else (segment_ids, spec.num_bags)
+
+        def read_rows(ids, skip):
+            rows = ctx.read(ref, ids, drop=False)
+            return rows.astype(indexing.accumulator_dtype(rows.dtype))
+
+        owners = owners_of(self.table(ref.array))
+        skip = ~indexing.in_range(ids, ref.height)
+        return _bags.reduce_bags(owners, read_rows, ids, skip, weights, segments, "sum")
 
     def refuse(self, ref: TableRef, use: str) -> NoReturn:
         """As `RowReader.refuse`."""

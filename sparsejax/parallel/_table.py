@@ -456,17 +456,17 @@ def shard_rows(
                 "sparsejax.parallel.shard_rows: the first axis of a table is its rows, "
                 "got a scalar."
             )
-        height = table.shape[0]
-    layout.check(height, mesh, names_of(axis))
-    empty = ShardedTable(None, height, mesh, axis, layout, capacity, wire_dtype)
+    num_rows: Any = height if callable(table) else table.shape[0]
+    layout.check(num_rows, mesh, names_of(axis))
+    empty = ShardedTable(None, num_rows, mesh, axis, layout, capacity, wire_dtype)
     count, each = empty.num_shards, empty.rows_per_shard
     fits = _arguments.has_index_dtype
-    if fits(height) and not fits(count * each):
+    if fits(num_rows) and not fits(count * each):
         raise ValueError(
             f"sparsejax.parallel.shard_rows: {count} devices with {each} rows each "
             "have more positions than 32 bits can count, for a table of "
-            f"{height} rows. Choose a layout that distributes the rows more evenly, or "
-            "set jax_enable_x64."
+            f"{num_rows} rows. Choose a layout that distributes the rows more evenly, "
+            "or set jax_enable_x64."
         )
     made = empty.map(lambda _: _values(table, empty))
     _check_dtype(made.dtype, wire_dtype)

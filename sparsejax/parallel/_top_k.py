@@ -7,6 +7,7 @@ sent, and merged on every device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def top_k(
       (Array([6., 4.], dtype=float32), Array([3, 2], dtype=int32))
     """
     check_table(table)
-    layout = table.layout
+    layout: Any = table.layout
     if not layout.is_arithmetic:
         raise ValueError(
             f"sparsejax.parallel.top_k: got a stack of tables, {table}. Shard the "
