@@ -20,6 +20,7 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing, is_selected_rows
+from sparsejax._rows.arithmetic import root as root
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import state_sharding
 from sparsejax.optim._lazy.lazy import lazy
@@ -163,22 +164,8 @@ def row_mean(x: jax.Array) -> jax.Array:
     return row_sum(x) / like(width, x)
 
 
-# Only the denominator and the derivative are guarded: with a select around the result,
-# XLA:CPU does not vectorise these, and a step of FTRL takes 4 times as long.
-
-
-@jax.custom_jvp
-def root(x: jax.Array) -> jax.Array:
-    """The square root, with derivative 0 where `x` is 0."""
-    return jnp.sqrt(x)
-
-
-@root.defjvp
-def _root_jvp(primals, tangents):
-    y = root(*primals)
-    positive = y > 0
-    slope = like(0.5, y) / jnp.where(positive, y, like(1, y))
-    return y, jnp.where(positive, slope, like(0, y)) * tangents[0]
+# Only the denominator is guarded: with a select around the result, XLA:CPU does not
+# vectorise the division, and a step of FTRL takes 4 times as long.
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
