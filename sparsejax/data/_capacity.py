@@ -126,14 +126,14 @@ class Buckets:
         for level in (lv for levels in self.columns for lv in levels):
             if level.always_fits:
                 continue
-            found = sampler.sizes(rows, level.lengths)
-            if not found.size or found.max() <= level.size:
+            sizes = sampler.sizes(rows, level.lengths)
+            if not sizes.size or sizes.max() <= level.size:
                 continue
-            batch = int(np.argmax(found.max(axis=0) > level.size))
+            batch = int(np.argmax(sizes.max(axis=0) > level.size))
             raise ValueError(
                 f"DataLoader: capacity={level.size} of {level.name} is too small: "
-                f"batch {batch} of epoch {epoch} has {found[:, batch].max()} elements, "
-                f"and the largest batch of that epoch has {found.max()}. Pass "
+                f"batch {batch} of epoch {epoch} has {sizes[:, batch].max()} elements, "
+                f"and the largest batch of that epoch has {sizes.max()}. Pass "
                 f"capacity={level.sure}, which fits every batch"
                 f"{' of every epoch' if sampler.shuffle else ''}, or 'auto', or "
                 "overflow='spill' for a second, larger capacity."
@@ -157,7 +157,7 @@ def measure(
 ) -> Buckets:
     """Returns the buckets for the batches of a data set."""
     risk = _SPILL_RISK if spill else _RISK
-    found = []
+    columns = []
     for column, name, given in zip(
         dataset.columns, dataset.names(), _by_column(dataset, capacity)
     ):
@@ -167,7 +167,7 @@ def measure(
                     f"DataLoader: {name} is an array, which has no capacity, got "
                     f"capacity={given!r}. Pass None for this column."
                 )
-            found.append(())
+            columns.append(())
             continue
         lengths = _columns.lengths(column)
         levels = []
@@ -176,9 +176,9 @@ def measure(
         ):
             level_name = f"{name}, level {depth}" if len(lengths) > 1 else name
             levels.append(_as_level(level_name, own, sampler, size, risk))
-        found.append(tuple(levels))
-    always_fits = all(lv.always_fits for levels in found for lv in levels)
-    return Buckets(tuple(found), spill and not always_fits)
+        columns.append(tuple(levels))
+    always_fits = all(lv.always_fits for levels in columns for lv in levels)
+    return Buckets(tuple(columns), spill and not always_fits)
 
 
 def _as_level(

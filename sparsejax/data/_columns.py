@@ -194,10 +194,10 @@ def lengths(column: Ragged) -> list[np.ndarray]:
 
 
 def _ragged_leaves(column: Ragged) -> list[Ragged]:
-    found = jax.tree.leaves(
+    leaves = jax.tree.leaves(
         column.values, is_leaf=lambda x: isinstance(x, (Array, Ragged))
     )
-    return [x for x in found if isinstance(x, Ragged)]
+    return [x for x in leaves if isinstance(x, Ragged)]
 
 
 def take(

@@ -95,19 +95,19 @@ def infer(
     is_pair = type(out) is tuple and len(out) == 2
     if not has_aux and is_pair and _is_loss(out[0]):
         raise TypeError(
-            "sparsejax.desc.infer: the function returns a pair that begins with a "
+            "infer: the function returns a pair that begins with a "
             "float scalar. If this is (loss, aux), pass has_aux=True to infer the "
             "gradients; if not, return a dict or a list."
         )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):
         return Inferred(outputs, [])
-    found = _eval_shape(grad(fun, argnums, has_aux, tables=tables), specs)
-    found = found[0] if has_aux else found
+    grads = _eval_shape(grad(fun, argnums, has_aux, tables=tables), specs)
+    grads = grads[0] if has_aux else grads
     numbers = check_fun(fun, argnums, has_aux)
     several = isinstance(numbers, tuple)
     gradients = []
-    for position, tree in zip(numbers, found) if several else [(numbers, found)]:
+    for position, tree in zip(numbers, grads) if several else [(numbers, grads)]:
         # A leaf of a tree is named by its path, a bare array by its argument.
         prefix = _argument(fun, position) if several or hasattr(tree, "dtype") else ""
         gradients += describe(tree, lambda path, p=prefix: _join(p, path) + "@GRAD")

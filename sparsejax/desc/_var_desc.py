@@ -94,30 +94,20 @@ def describe(
     References:
       PaddlePaddle, design of `VarDesc` and of `SelectedRows`.
     """
-    found = _variables(tree, "", 0)
-    paths = [path for path, _, _ in found]
-    if names is None:
-        own = paths
-    elif callable(names):
+    variables = _variables(tree, "", 0)
+    paths = [path for path, _, _ in variables]
+    own: list[Any] = list(names) if isinstance(names, list | tuple) else paths
+    if callable(names):
         own = [names(path) for path in paths]
-    else:
-        own: list[Any] = list(names) if isinstance(names, list | tuple) else [names]
-        if len(own) != len(paths) or not all(isinstance(n, str) for n in own):
-            raise ValueError(
-                "sparsejax.desc.describe: names must have one name for each of the "
-                f"{len(paths)} variables of the tree ({', '.join(paths)}), or be a "
-                f"function of the path, got {own}."
-            )
-    for name in own:
-        if own.count(name) > 1:
-            raise ValueError(
-                "sparsejax.desc.describe: names must be unique, but more than one "
-                f"variable is named {name!r}. Pass other names with names=."
-            )
+    if len(own) != len(paths) or len(set(own)) < len(own):
+        raise ValueError(
+            f"describe: names must have one name for each of the {len(paths)} "
+            f"variables of the tree ({', '.join(paths)}), all different, got {own}."
+        )
     keep = persistable if callable(persistable) else lambda _: persistable
     return [
         _describe_one(name, value, level, bool(keep(name)))
-        for name, (_, value, level) in zip(own, found)
+        for name, (_, value, level) in zip(own, variables)
     ]
 
 
@@ -125,24 +115,23 @@ def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]
     """Returns path, value and depth of each variable."""
     is_leaf = lambda x: isinstance(x, SelectedRows | SegmentTensor)
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    found = []
+    variables = []
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         name = ".".join(part for part in (prefix, name) if part)
         if isinstance(leaf, SegmentTensor):
-            found += _variables(leaf.values, name, level + 1)
+            variables += _variables(leaf.values, name, level + 1)
         else:
-            found.append((name or BARE, leaf, level))
-    return found
+            variables.append((name or BARE, leaf, level))
+    return variables
 
 
 def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDesc:
     if not isinstance(value, SelectedRows) and not hasattr(value, "dtype"):
         if not isinstance(value, bool | int | float | complex):
             raise TypeError(
-                f"sparsejax.desc.describe: {name} must be an array, "
-                "jax.ShapeDtypeStruct, SelectedRows or SegmentTensor, got "
-                f"{_arguments.kind_of(value)}."
+                f"describe: {name} must be an array, jax.ShapeDtypeStruct, "
+                f"SelectedRows or SegmentTensor, got {_arguments.kind_of(value)}."
             )
         value = jax.eval_shape(lambda: jax.numpy.asarray(value))
     dims = [_dim(d) for d in value.shape]

@@ -24,23 +24,19 @@ from sparsejax.transform.grad import value_and_grad
 
 
 def _import_keras() -> Any:
-    hint = (
-        "Set os.environ['KERAS_BACKEND'] = 'jax' before the first import of keras, or "
-        '"backend": "jax" in ~/.keras/keras.json.'
-    )
+    module, backend = None, ""
     try:
         module = importlib.import_module("keras")
+        backend = module.backend.backend()
     except ModuleNotFoundError as e:
         if e.name == "keras":
             raise
+        backend = f"{e.name}, which is not installed"
+    if backend != "jax":
         raise RuntimeError(
-            "sparsejax.nn.keras needs Keras 3 on the JAX backend, but keras was set up "
-            f"for {e.name}, which is not installed. {hint}"
-        ) from None
-    if module.backend.backend() != "jax":
-        raise RuntimeError(
-            "sparsejax.nn.keras needs Keras 3 on the JAX backend, got keras "
-            f"{module.__version__} on {module.backend.backend()}. {hint}"
+            f"sparsejax.nn.keras needs Keras 3 on the JAX backend, got {backend}. Set "
+            "os.environ['KERAS_BACKEND'] = 'jax' before the first import of keras, or "
+            '"backend": "jax" in ~/.keras/keras.json.'
         )
     return module
 

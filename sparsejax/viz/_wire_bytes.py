@@ -80,10 +80,10 @@ class WireBytes:
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes by kind of collective, for the kinds in the program."""
-        found: dict[str, int] = {}
+        totals: dict[str, int] = {}
         for c in self.collectives:
-            found[c.kind] = found.get(c.kind, 0) + c.total
-        return found
+            totals[c.kind] = totals.get(c.kind, 0) + c.total
+        return totals
 
     def __repr__(self) -> str:
         rows = [
@@ -161,8 +161,8 @@ def wire_bytes(
     for entry in program.entries:
         for record in program.run(entry, loop_trips, branch):
             counted[dataclasses.replace(record, times=1)] += record.times
-    found = [dataclasses.replace(c, times=n) for c, n in counted.items() if n]
-    return WireBytes(tuple(sorted(found, key=lambda c: -c.total)))
+    collectives = [dataclasses.replace(c, times=n) for c, n in counted.items() if n]
+    return WireBytes(tuple(sorted(collectives, key=lambda c: -c.total)))
 
 
 # ------------------------------------------------------------------ the program
@@ -202,8 +202,8 @@ class _Program:
     def __init__(self, text: str):
         head = re.search(r"^HloModule .*$", text, re.MULTILINE)
         counts = r"\b(?:replica_count|num_partitions)=(\d+)"
-        found = re.findall(counts, head[0]) if head else []
-        self.num_devices = math.prod(map(int, found[:2]))
+        sizes = re.findall(counts, head[0]) if head else []
+        self.num_devices = math.prod(map(int, sizes[:2]))
         self.entries: list[str] = []
         self.computations: dict[str, list[_Instruction]] = {}
         inside: list[_Instruction] = []
@@ -221,7 +221,7 @@ class _Program:
         self, name: str, loop_trips: int, branch: Callable[[Sequence[int]], int]
     ) -> list[Collective]:
         """The collectives in one run of a computation: its loops, branches, calls."""
-        found: list[Collective] = []
+        collectives: list[Collective] = []
         for instruction in self.computations.get(name, ()):
             opcode, _, attributes = instruction
             if opcode.endswith(("-done", "-update")):  # counted at its start
@@ -230,7 +230,7 @@ class _Program:
             kind = opcode.removesuffix("-start")
             wrapped = opcode != kind and any(a == "calls" for a, _ in called)
             if kind in _KINDS and not wrapped:
-                found.append(_collective(kind, instruction, self.num_devices))
+                collectives.append(_collective(kind, instruction, self.num_devices))
                 continue
             runs = [self.run(inner, loop_trips, branch) for _, inner in called]
             if opcode == "while":
@@ -245,8 +245,8 @@ class _Program:
             elif opcode == "conditional" and runs:
                 totals = [sum(c.total for c in run) for run in runs]
                 runs = [runs[totals.index(branch(totals))]]
-            found += [c for run in runs for c in run]
-        return found
+            collectives += [c for run in runs for c in run]
+        return collectives
 
 
 def _collective(kind: str, instruction: _Instruction, num_devices: int) -> Collective:

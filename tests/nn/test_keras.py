@@ -134,9 +134,9 @@ def test_another_backend(monkeypatch):
     with monkeypatch.context() as m, pytest.raises(RuntimeError) as caught:
         m.setattr(sj.nn.keras.importlib, "import_module", missing)
         sj.nn.keras._import_keras()
-    assert "set up for tensorflow, which is not installed" in str(caught.value)
+    assert "got tensorflow, which is not installed" in str(caught.value)
     monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
-    with pytest.raises(RuntimeError, match="on tensorflow.*'KERAS_BACKEND'.* = 'jax'"):
+    with pytest.raises(RuntimeError, match="got tensorflow.*'KERAS_BACKEND'.* = 'jax'"):
         sj.nn.keras._import_keras()
 
 
