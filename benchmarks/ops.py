@@ -188,8 +188,7 @@ def measure(
                 programs[name] = torch_program(call, direction, data)
                 continue
             loss = lambda x, *ids, call=call: jnp.sum(call(x, *ids) ** 2)
-            options = {"tables": True} if is_bag else {}
-            grad = (sj.grad if is_bag else jax.grad)(loss, **options)
+            grad = sj.grad(loss, tables=True) if is_bag else jax.grad(loss)
             run = jax.jit(call if direction == "forward" else grad)
             held = jnp.asarray(data)
             compiled[name] = timing.compile_apart(run, held, *first["jax"])

@@ -228,7 +228,8 @@ def cached(batches: Any, args: argparse.Namespace, stats: list[Any]) -> Iterator
     store = make_store(args.rows, args.dim, tx)
     cache = sj.store.CachedTable(store, "table", max(args.rows // 20, args.ids))
     stats.append(cache.stats)
-    table, state = cache.table, tx.init(cache.table)
+    table: Any = cache.table
+    state = tx.init(table)
     step = store.train_step(make_loss(args.dim), tx)
     for ids, requested in step.prefetch(table, batches):
         table, state, loss = step(table, state, ids, requested)
@@ -284,7 +285,7 @@ def stored(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
     def batch():
         ids = {k: timing.make_ids(size, v, True, rng) for k, v in heights.items()}
-        label = sum(x.astype(np.int64) for x in ids.values()) % 3 == 0
+        label = (ids["users"].astype(np.int64) + ids["items"]) % 3 == 0
         return {**ids, "label": label.astype(np.float32)}
 
     with tempfile.TemporaryDirectory() as folder:
@@ -366,7 +367,7 @@ def train_in_memory(store: sj.store.KVStore, towers: Any) -> Callable:
     """The same with the tables on the device."""
     tables = {name: jnp.asarray(store.pull_all(name)) for name in HEIGHTS}
     params = {"tables": tables, "towers": jax.tree.map(jnp.copy, towers)}
-    parts = {"tables": sj.optim.adagrad(TABLE_RATE), "towers": optax.adam(1e-3)}
+    parts: Any = {"tables": sj.optim.adagrad(TABLE_RATE), "towers": optax.adam(1e-3)}
     tx = sj.optim.lazy(optax.partition(parts, {name: name for name in parts}))
 
     def loss(params, batch):
