@@ -360,7 +360,7 @@ def test_rounding_needs_one_key(key):
 
 def test_the_same_key_in_other_words():
     """And each gives the same bits each time, another one others."""
-    as_key = lambda key: _arguments.as_key("test", key, from_int=True)
+    as_key = lambda key: _arguments.as_key(key, from_int=True)
     x = jnp.linspace(0, 1, 500)
     words = (3, np.int32(3), jax.random.key(3), jax.random.PRNGKey(3))
     first, *others = (_round(x, jnp.bfloat16, as_key(key)) for key in words)
