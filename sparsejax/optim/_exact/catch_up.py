@@ -69,7 +69,7 @@ class CurrentRows(NamedTuple):
 
 
 def records_at(step: jax.Array, height: int, now: jax.Array) -> jax.Array:
-    """The records of rows that are up to date at `step`, where F is `now`."""
+    """Returns records of rows that are up to date at `step`, where F is `now`."""
     steps = jnp.broadcast_to(step, (height,))
     return _pack(steps, steps, now)
 
@@ -100,7 +100,7 @@ def catch_up(table: Table, ids: jax.Array, step: jax.Array) -> Table:
 def current_rows(
     table: Table, moments: Sequence[jax.Array], rows: SelectedRows, step: jax.Array
 ) -> CurrentRows:
-    """The rows of a gradient at `step`; `moments` are theirs, as stored."""
+    """Returns the rows of a gradient at `step`, from their moments as stored."""
     records = _unpack(read_rows(table.records, rows.rows))
     if not table.recurrence.num_coefficients:
         decayed = _decay(table.recurrence, moments, step - records.moments_step)
@@ -156,13 +156,13 @@ def record_update(
 
 
 def record_update_of_all(table: Table, now: jax.Array, step: jax.Array) -> Table:
-    """`record_update` of every row."""
+    """Applies `record_update` to every row."""
     records = records_at(step, table.records.shape[0], now)
     return table._replace(records=records, now=now)
 
 
 def catch_up_all(table: Table, step: jax.Array) -> Table:
-    """All weights and all moments at `step`, but records as they were.
+    """Brings all weights and all moments to `step`, but keeps their records.
 
     Rows that are up to date keep their bits.
     """
@@ -173,7 +173,7 @@ def catch_up_all(table: Table, step: jax.Array) -> Table:
 
 
 def catch_up_all_if_stale(table: Table, step: jax.Array) -> Table:
-    """`catch_up_all` with records, at no cost if all rows are up to date already."""
+    """Brings all rows to `step`, at no cost if they are up to date already."""
 
     def catch_up(weights, moments, records):
         new = table._replace(weights=weights, moments=moments, records=records)
@@ -199,7 +199,7 @@ def catch_up_all_if_stale(table: Table, step: jax.Array) -> Table:
 def _advance(
     table: Table, weights: Any, moments: Sequence[Any], records: _Records, step: Any
 ) -> jax.Array:
-    """Rows of weights at `step`; their moments are given as stored."""
+    """Returns rows of weights at `step`, from their moments as stored."""
     if not table.recurrence.num_coefficients:
         return weights
     age = records.weights_step - records.moments_step
@@ -212,7 +212,7 @@ def _advance(
 def _decay(
     recurrence: Recurrence, moments: Sequence[jax.Array], missed: jax.Array
 ) -> list[jax.Array]:
-    """Moments after `missed` zero-gradient steps."""
+    """Returns moments after `missed` zero-gradient steps."""
     decayed = []
     for ratio, m in zip(recurrence.ratios, moments, strict=True):
         wide = m.astype(indexing.accumulator_dtype(m.dtype))
@@ -221,7 +221,7 @@ def _decay(
 
 
 def _pack(weights_step: Any, moments_step: Any, now: jax.Array) -> jax.Array:
-    """Records that all have the same F."""
+    """Returns records that all have the same F."""
     base = np.int32(_BASE)
     steps = [f for s in (weights_step, moments_step) for f in (s // base, s % base)]
     steps = jnp.stack(steps, axis=1).astype(now.dtype)

@@ -98,7 +98,7 @@ class Recurrence(NamedTuple):
 
     @property
     def num_coefficients(self) -> int:
-        """Length of the vector that `displacement_coefficients` gives."""
+        """Returns the length of `displacement_coefficients`."""
         has_sigma = self.second_moment is not None
         return 3 * self.decays + has_sigma + len(self.first_moments) * self.nodes
 
@@ -112,7 +112,7 @@ def displacement_coefficients(
     shared: Sequence[Any],
     previous: Any,
 ) -> jax.Array:
-    """F_t of a table, as a vector.
+    """Returns F_t of a table, as a vector.
 
     Args:
       step: a step without a gradient of the table.
@@ -163,7 +163,7 @@ def displacement_coefficients(
 def next_steps(
     step: ZeroGradientStep, recurrence: Recurrence, shared: Sequence[Any], roots: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The decays d `[K]` of the next K steps, and c `[K, n, first moments]`.
+    """Returns d `[K]` of the next K steps, and c `[K, n, first moments]`.
 
     Args:
       step, recurrence, shared: as for `displacement_coefficients`.
@@ -181,14 +181,14 @@ def next_steps(
 
 
 def _powers_of_ratios(recurrence: Recurrence, dtype: Any) -> list[Any]:
-    """b_m^(j-1) of each first moment, j = 1, ..., K."""
+    """Returns b_m^(j-1) of each first moment, j = 1, ..., K."""
     j = np.arange(recurrence.horizon, dtype=np.float64)
     ratios = [recurrence.ratios[k] for k in recurrence.first_moments]
     return [np.asarray(ratio**j, dtype) for ratio in ratios]
 
 
 def _add_log(next_term: jax.Array, previous: jax.Array | None) -> jax.Array:
-    """The sum of log(1 - d) as an unevaluated sum of two floats, and its next term."""
+    """Returns the sum of log(1 - d) as two floats, unevaluated, and its next term."""
     if previous is None:
         zero = jnp.zeros((), next_term.dtype)
         return jnp.stack([zero, zero, next_term])
@@ -200,7 +200,7 @@ def _add_log(next_term: jax.Array, previous: jax.Array | None) -> jax.Array:
 
 
 def _chebyshev_nodes(recurrence: Recurrence) -> np.ndarray:
-    """Values of u in (0, 1); a single one if F does not depend on v."""
+    """Returns values of u in (0, 1); a single one if F does not depend on v."""
     if recurrence.second_moment is None:
         return np.ones(1)
     k = np.arange(recurrence.nodes)
@@ -208,7 +208,7 @@ def _chebyshev_nodes(recurrence: Recurrence) -> np.ndarray:
 
 
 def _to_powers(values: jax.Array) -> jax.Array:
-    """From values at the nodes to coefficients of powers of x = 2 u - 1.
+    """Converts values at the nodes to coefficients of powers of x = 2 u - 1.
 
     This goes through Chebyshev coefficients. Computing those is well conditioned, and
     they decay so fast that the large entries of the second matrix meet only tiny ones.
@@ -224,7 +224,7 @@ def _to_powers(values: jax.Array) -> jax.Array:
 
 
 def error_bound(size: np.ndarray, scale: np.ndarray, nodes: int) -> float:
-    """The bound above, given the relative sizes of h_j, and 1 + delta_j."""
+    """Returns the bound above, given the relative sizes of h_j, and 1 + delta_j."""
     u = np.linspace(0, 1, 33).reshape(-1, 1)
     share = size / (1 + (scale - 1) * u)
     share /= share.sum(axis=1, keepdims=True)
@@ -234,7 +234,7 @@ def error_bound(size: np.ndarray, scale: np.ndarray, nodes: int) -> float:
 
 
 def horizon(ratio: float) -> int:
-    """K, for terms that decay like powers of `ratio`."""
+    """Returns K, for terms that decay like powers of `ratio`."""
     return 1 if ratio <= TAIL else math.ceil(math.log(TAIL) / math.log(ratio))
 
 
@@ -250,7 +250,7 @@ def advance(
     then: jax.Array,
     now: jax.Array,
 ) -> jax.Array:
-    """Rows of weights, brought from step s to step t by the formula (advance) above.
+    """Brings rows of weights from step s to step t, by the formula (advance) above.
 
     Args:
       recurrence: of the table.
@@ -282,7 +282,7 @@ def displacement(
     coefficients: Any,
     dtype: Any,
 ) -> jax.Array:
-    """F(v) m of each coordinate, `age` steps after the moments were stored."""
+    """Returns F(v) m of each coordinate, `age` steps after moments were stored."""
     total = jnp.zeros((), dtype)
     at = 3 * recurrence.decays
     if recurrence.second_moment is not None:
@@ -309,7 +309,7 @@ def displacement(
 
 
 def decayed(x: jax.Array, ratio: float, steps: Any, power: float = 1.0) -> jax.Array:
-    """Rows of `x`, each times `ratio ** (power * steps)` of that row."""
+    """Multiplies each row of `x` by `ratio ** (power * steps)` of that row."""
     if ratio == 1.0:
         return x
     steps = steps.astype(x.dtype)

@@ -246,7 +246,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
 def _arguments_of_update(
     updates: Any, params: Any, plan_of: Callable
 ) -> tuple[list[Any], Any, list[Any], Plan]:
-    """Gradients, structure, weights and plan; raises if they do not fit."""
+    """Returns gradients, structure, weights and plan; raises if they do not fit."""
     if params is None:
         raise ValueError(
             f"{CALL}: update needs the parameters: tx.update(grads, state, params), "
@@ -266,7 +266,7 @@ def _arguments_of_update(
 def _merged(
     updates: Any, grads: Any, tables: dict[int, Table], plan: Plan, state: ExactState
 ) -> dict[int, SelectedRows]:
-    """The sparse gradients of tables, without duplicates."""
+    """Returns the sparse gradients of tables, without duplicates."""
     merged = {}
     for i, grad in enumerate(grads):
         if not isinstance(grad, SelectedRows):
@@ -302,7 +302,7 @@ def _caught_up(
     treedef: Any,
     step: jax.Array,
 ) -> tuple[tuple[Any, Any, Any], dict[int, CurrentRows]]:
-    """The arguments of `tx.update`, with rows of tables brought to `step`."""
+    """Returns the arguments of `tx.update`, with rows of tables at `step`."""
     grads, state, weights = rows
     state, state_treedef = jax.tree.flatten(state)
     weights = treedef.flatten_up_to(weights)
@@ -324,7 +324,7 @@ def _caught_up(
 
 
 def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
-    """The arrays of each table, taken out of the parameters and the state."""
+    """Takes the arrays of each table out of the parameters and the state."""
     checks.check_state(state, ExactState)
     checks.check_state(state.inner, plan.state)
     inner = jax.tree.leaves(state.inner)
@@ -349,7 +349,7 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
 def _with_tables(
     treedef: Any, leaves: Any, state: ExactState, tables: dict[int, Table]
 ) -> tuple[Any, ExactState]:
-    """The parameters and the state with the arrays of `tables`."""
+    """Returns the parameters and the state with the arrays of `tables`."""
     leaves = list(leaves)
     inner, inner_treedef = jax.tree.flatten(state.inner)
     for i, table in tables.items():

@@ -126,7 +126,7 @@ def exact_value_and_grad(
 
 
 def _ids_read(plan: Plan) -> list[Any]:
-    """For each leaf the ids that the program reads, or `...` if it uses all rows."""
+    """Returns for each leaf the ids that are read, or `...` if all rows are used."""
     call, tables = plan.call, plan.tables
     plan = collect(call, tables, _EverythingIsLive())
     whole = {use.table for use in plan.run.dense}

@@ -56,7 +56,7 @@ class Plan(NamedTuple):
     state: Any
 
     def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
-        """F of every table after `state`; `now` is F of the step before, or None."""
+        """Returns F of every table after `state`, from F of the step before."""
         leaves, by_step = jax.tree.leaves(state), {}
         for k, (i, recurrence) in enumerate(self.recurrences.items()):
             step = self.steps[i]
@@ -69,7 +69,7 @@ class Plan(NamedTuple):
         return [by_step[self.steps[i].key] for i in self.recurrences]
 
     def refusal(self, leaf: int, where: str) -> ValueError:
-        """The error for a leaf at the path `where` that is not a table."""
+        """Returns the error for a leaf at the path `where` that is not a table."""
         if leaf in self.refused:
             return not_exact(where, self.refused[leaf])
         return ValueError(
@@ -81,7 +81,7 @@ class Plan(NamedTuple):
 
 
 def not_exact(name: str, reason: Any) -> ValueError:
-    """The error for a transformation that cannot be kept exact."""
+    """Returns the error for a transformation that cannot be kept exact."""
     return ValueError(
         f"sparsejax.optim.exact: {name} cannot be kept exact, because of {reason}. "
         "Supported are sgd, momentum, nesterov, adam, nadam, adamw, rmsprop, adagrad "
@@ -116,7 +116,7 @@ def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]
 
 
 def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
-    """The leaves that `tables=` names."""
+    """Returns the leaves that `tables=` names."""
     is_leaf = trees.is_none_or_masked
     if tables is None:
         flags = [_arguments.has_float_rows(spec, 2) for spec in specs]
@@ -226,7 +226,7 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
 def _factors(
     step: ZeroGradientStep, recurrence: Recurrence
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """h_j (relative) and 1 + delta_j, at some step counts, for each first moment."""
+    """Returns h_j (relative) and 1 + delta_j, by first moment and step count."""
 
     def run(count):
         shared = [later(x, count) for later, x in zip(step.later, step.fresh)]

@@ -75,19 +75,19 @@ class ZeroGradientStep(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for tables with the same step."""
+        """Returns a key that is equal for tables with the same step."""
         moments = self.first_moments, self.second_moment
         return str(self.program[0]), self.shared, self.dtypes, moments
 
     @property
     def dtype(self) -> Any:
-        """The dtype that closed forms are computed in."""
+        """Returns the dtype that closed forms are computed in."""
         return indexing.accumulator_dtype(self.dtypes[0])
 
     def __call__(
         self, shared: Sequence[Any], ahead: Any, v: Any = 1.0
     ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
-        """d, c of the first moments, b of the moments, and the results of zeros.
+        """Returns d, c of first moments, b of all, and the results of zeros.
 
         Args:
           shared: the leaves `shared` of the state.
@@ -120,6 +120,7 @@ class Program:
     """
 
     def __init__(self, tx: Any, treedef: Any, specs: Any, tables: Sequence[int]):
+        # Without extra arguments, whose values at future steps are not known.
         alone = lambda grads, state, params=None: tx.update(grads, state, params)
         alone = optax.GradientTransformation(tx.init, alone)
         self.of = of = separability.Update(alone, treedef, specs, tables)
@@ -150,7 +151,7 @@ class Program:
         self.later: dict[int, Callable[[Any, Any], Any]] = {}
 
     def _numbers(self, *values: Any) -> list[Any]:
-        """Updates of tables, and new state (0 if shared), of one coordinate.
+        """Runs `program` on one coordinate: updates of tables, state (0 if shared).
 
         The arguments are those of `tx.update`, each a number, except shared state. A
         gradient, and a weight of a dense leaf, stand for anything unknown.
@@ -174,7 +175,7 @@ class Program:
         return [unknown[i] if x is None else x for i, x in zip(owners, numbers)]
 
     def step_of(self, table: int) -> ZeroGradientStep:
-        """The step of a table; raises NotByRows if it cannot be kept exact."""
+        """Returns the step of a table; raises NotByRows if it cannot be kept exact."""
         if table in self.refused:
             raise self.refused[table]
         moments = [k for k, owner in enumerate(self.of.leaves.owners) if owner == table]
@@ -222,7 +223,7 @@ class Program:
         )
 
     def _later(self, k: int) -> Callable[[Any, Any], Any]:
-        """A function of a shared leaf and a number of steps: its value after them."""
+        """Returns a function of a shared leaf and steps: its value after them."""
         if k in self.later:
             return self.later[k]
         leaf, path = self.of.state[k], self.of.paths[k]
@@ -248,7 +249,7 @@ class Program:
 def _factors(
     results: Callable[..., list[Any]], types: Sequence[Any], names: Sequence[str]
 ) -> tuple[Any, list[int], int | None, bool]:
-    """The program of a `ZeroGradientStep`, first moments, second moment, and decay.
+    """Returns the program of a step, first and second moments, and if it decays.
 
     Args:
       results: the update and the new moments, from shared state, weight and moments.
@@ -259,7 +260,7 @@ def _factors(
     n = len(types) - count
 
     def slopes(*values):
-        """The derivatives of all results, by the weight and by each moment."""
+        """Returns derivatives of all results, by the weight and by each moment."""
 
         def along(j):
             function = lambda x: results(*values[:j], x, *values[j + 1 :])
@@ -271,7 +272,7 @@ def _factors(
     all_slopes = _compat.trace(lambda *values: sum(slopes(*values), []), *types)
 
     def needs(program, output):
-        """The places that an output depends on."""
+        """Returns the places that an output depends on."""
         return {j - n for j in _only(program, [output])[2] if j >= n}
 
     for place in range(1, count):
@@ -309,7 +310,7 @@ def _factors(
 
 
 def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[int]]:
-    """The program of some outputs, and the numbers of the inputs that they need."""
+    """Returns the program of some outputs, and the inputs that they need."""
     jaxpr, consts = program
     wanted = [k in outputs for k in range(len(jaxpr.outvars))]
     jaxpr, consts, used = _compat.only_needed(jaxpr, consts, wanted)
@@ -317,7 +318,7 @@ def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[in
 
 
 def _tried(leaf: Any) -> np.ndarray:
-    """Values of a shared leaf, along a new first axis."""
+    """Returns values of a shared leaf, along a new first axis."""
     values = NUMBERS
     if jnp.issubdtype(leaf.dtype, jnp.integer):
         values = COUNTS[COUNTS < jnp.iinfo(leaf.dtype).max]
@@ -419,7 +420,7 @@ class _Run:
 
 
 def _run(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The outputs of an equation; numbers are computed at once, even in a trace."""
+    """Runs an equation; numbers are computed at once, even in a trace."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     if name == "broadcast_in_dim" and np.size(values[0]) == 1:
         return [values[0].reshape((1,) * len(out.shape))]
@@ -449,7 +450,7 @@ def _is_zero(x: Any) -> bool:
 
 
 def _number(x: Any) -> Any:
-    """The number that all entries are equal to, or None if they may differ."""
+    """Returns the number that all entries are, or None if they may differ."""
     value = x.value if isinstance(x, Row) else x
     if value.size == 1:
         return value.reshape(())
