@@ -163,7 +163,7 @@ def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Pl
                     by_step[step.key] = find_recurrence(step)
                 recurrences[i] = by_step[step.key]._replace(leaves=leaves)
             except NotByRows as fault:
-                fault.path = fault.path or (steps[i].path if i in steps else ())
+                fault.path = fault.path or tuple(steps[i].path if i in steps else ())
                 refused[i] = str(separability.reason(tx, fault))
     return Plan(recurrences, steps, refused, verdict.owners, verdict.state)
 

@@ -121,7 +121,7 @@ class Program:
 
     def __init__(self, tx: Any, treedef: Any, specs: Any, tables: Sequence[int]):
         # Without extra arguments, whose values at future steps are not known.
-        alone = lambda grads, state, params=None: tx.update(grads, state, params)
+        alone = lambda updates, state, params=None: tx.update(updates, state, params)
         alone = optax.GradientTransformation(tx.init, alone)
         self.of = of = separability.Update(alone, treedef, specs, tables)
         self.program = of.trace(of.one_row)
@@ -163,9 +163,10 @@ class Program:
                 inputs.append(Row(_zeros(x.aval), x.table))
             elif isinstance(x, Node):
                 inputs.append(Row(value, x.table, True))
+            elif k >= self.start:
+                inputs.append(value)
             else:
-                rank = len(value.shape if k >= self.start else x.shape)
-                inputs.append(value if k >= self.start else value.reshape((1,) * rank))
+                inputs.append(value.reshape((1,) * len(x.shape)))
         jaxpr, consts, used = _compat.only_needed(*self.program)
         inputs = [x for x, is_used in zip(inputs, used) if is_used]
         dtypes = {i: of.specs[i].dtype for i in of.tables}
@@ -342,7 +343,7 @@ class Row(NamedTuple):
     """
 
     value: Any
-    table: int
+    table: Any
     moves: bool = False
 
 
@@ -358,7 +359,7 @@ class _Run:
     def __init__(self, unknown: dict, dtypes: dict, refused: dict):
         self._unknown, self.dtypes, self.refused = unknown, dtypes, refused
 
-    def unknown(self, table: int, spec: Any) -> Any:
+    def unknown(self, table: Any, spec: Any) -> Any:
         # Negative, so that there is an equation, which errors name.
         return (-self._unknown[table]).astype(spec.dtype)
 
@@ -366,8 +367,10 @@ class _Run:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
 
         def read(v):
-            is_literal = isinstance(v, _compat.Literal)
-            return np.asarray(v.val, v.aval.dtype) if is_literal else env[v]
+            if not isinstance(v, _compat.Literal):
+                return env[v]
+            aval: Any = v.aval
+            return np.asarray(v.val, aval.dtype)
 
         for eqn in jaxpr.eqns:
             with _compat.equation_context(eqn):
