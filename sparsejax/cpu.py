@@ -1,4 +1,4 @@
-"""Memory of the process on a CPU: a setting that can make a step twice as fast.
+"""Memory of the process on a CPU: `keep_freed_pages` can make a step twice as fast.
 
 It acts on the process, so a program calls it and the library never does. On other
 systems than Linux it returns False and changes nothing.

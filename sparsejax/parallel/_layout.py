@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh
 
 from sparsejax import _arguments
 from sparsejax._rows import indexing
@@ -50,7 +51,9 @@ class Mod:
     def __repr__(self) -> str:
         return "'mod'"  # as users write it
 
-    def check(self, height: int, mesh: Any, axes: Sequence[str]) -> None:
+    def check(
+        self, height: int, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+    ) -> None:
         """Raises unless a table of this height can be laid out over the mesh axes."""
 
     def per_shard(self, height: int, shards: int) -> int:
@@ -105,7 +108,9 @@ class Block:
     def __repr__(self) -> str:
         return "'block'"  # as users write it
 
-    def check(self, height: int, mesh: Any, axes: Sequence[str]) -> None:
+    def check(
+        self, height: int, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+    ) -> None:
         """Accepts any height and mesh."""
 
     def per_shard(self, height: int, shards: int) -> int:
@@ -214,9 +219,13 @@ class TableWise:
         return int(np.searchsorted(self.starts, row, side="right")) - 1
 
     def split_axes(
-        self, mesh: Any, axes: Sequence[str]
+        self, mesh: Mesh | AbstractMesh, axes: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The axes over which the groups lie, and those inside of a group."""
+        """Returns the axes over the groups, and the axes inside of a group.
+
+        Raises:
+          ValueError: no first axes of the mesh have a device for each group.
+        """
         sizes = [mesh.shape[name] for name in axes]
         for k in range(len(sizes) + 1):
             # Axes of one device, behind them, divide nothing.
@@ -231,8 +240,14 @@ class TableWise:
 
     # -- the methods of a layout, explained at `Mod` -----------------------------
 
-    def check(self, height: int, mesh: Any, axes: Sequence[str]) -> None:
-        """The tables must have these rows, and the groups these devices."""
+    def check(
+        self, height: int, mesh: Mesh | AbstractMesh, axes: Sequence[str]
+    ) -> None:
+        """Raises unless the tables have these rows and the groups these devices.
+
+        Raises:
+          ValueError: they do not.
+        """
         self.split_axes(mesh, axes)
         if height != self.height:
             raise ValueError(
