@@ -224,7 +224,10 @@ def segment_ids_to_ranges(
         check_sorted(ids, "Sort them first, since ranges are contiguous.")
         xp, offsets = np, np.searchsorted(ids, numbers).astype(np.int32)
     else:
-        xp, offsets = jnp, indexing.search_sorted(ids, numbers.astype(ids.dtype))
+        xp, offsets = (
+            jnp,
+            indexing.search_sorted(ids, jnp.asarray(numbers.astype(ids.dtype))),
+        )
     begins = xp.where(offsets[:-1] == offsets[-1], np.int32(0), offsets[:-1])
     ranges = xp.stack([begins, offsets[1:] - offsets[:-1]], axis=1)
     if xp is jnp:
