@@ -20,7 +20,7 @@ def is_transformation(x: Any) -> bool:
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
 
-def check_transformation(call: str, tx: Any, example: str, hint: str = "") -> None:
+def check_transformation(tx: Any, example: str, hint: str = "") -> None:
     """Raises a TypeError unless `tx` is an optax transformation."""
     if is_transformation(tx):
         return
@@ -28,8 +28,7 @@ def check_transformation(call: str, tx: Any, example: str, hint: str = "") -> No
     if callable(tx):
         found = f"the function {getattr(tx, '__name__', type(tx).__name__)}"
     raise TypeError(
-        f"{call}: tx must be an optax transformation, for example {example}, got "
-        f"{found}.{hint}"
+        f"tx must be an optax transformation, for example {example}, got {found}.{hint}"
     )
 
 
@@ -64,7 +63,6 @@ def check_state(state: Any, expected: Any) -> None:
 
 
 def check_state_rows(
-    call: str,
     state: Any,
     owners: Sequence[int | None],
     row_shapes: dict[int, tuple[int, ...]],
@@ -72,7 +70,6 @@ def check_state_rows(
     """Raises a ValueError unless the state matches these tables.
 
     Args:
-      call: the public name, for messages.
       state: the state of `tx`.
       owners: for each expected leaf, the table that it follows, or None.
       row_shapes: for each table, the axes of rows of its gradient.
@@ -90,49 +87,47 @@ def check_state_rows(
         wrong = f"it has {len(leaves)} leaves instead of {len(owners)}"
     if wrong:
         raise ValueError(
-            f"{call}: the state does not match these gradients: {wrong}. Pass the "
+            f"The state does not match these gradients: {wrong}. Pass the "
             "state that init or the last update returned for these parameters."
         )
 
 
-def require_params(call: str, params: Any, why: str) -> None:
+def require_params(params: Any, why: str) -> None:
     """Raises a ValueError if `params` is None."""
     if params is None:
         raise ValueError(
-            f"{call}: update needs params, because {why}. Call "
-            "tx.update(grads, state, params)."
+            f"update needs params, because {why}. Call tx.update(grads, state, params)."
         )
 
 
-def check_not_quantized(call: str, params: Any) -> None:
+def check_not_quantized(params: Any) -> None:
     """Raises a TypeError for a QuantizedTable, whose updates need rounding."""
     paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
     for path, leaf in paths:
         if is_quantized(leaf):
             where = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(
-                f"{call}: {where} is a QuantizedTable, whose rows must be rounded to "
+                f"{where} is a QuantizedTable, whose rows must be rounded to "
                 "their codes after each update. Use "
                 "sparsejax.optim.rounding(sparsejax.optim.lazy(tx), key)."
             )
 
 
-def check_order(call: str, params: Any) -> None:
+def check_order(params: Any) -> None:
     """Raises a TypeError if `params` look like gradients. For a call without tables."""
     for i, leaf in enumerate(trees.flatten(params)[0]):
         if is_selected_rows(leaf):
             raise TypeError(
-                f"{call}: {trees.leaf_paths(params, 'params')[i]} is a SelectedRows, "
+                f"{trees.leaf_paths(params, 'params')[i]} is a SelectedRows, "
                 "but no gradient is. Probably gradients and parameters are in each "
                 "other's place: call tx.update(grads, state, params)."
             )
 
 
-def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> None:
+def check_gradients(grads: Any, weights: Sequence[Any] | None) -> None:
     """Raises unless each SelectedRows in `grads` matches its table.
 
     Args:
-      call: the public name, for messages.
       grads: the tree of gradients.
       weights: leaves of the parameters, from `trees.flatten_params`, or None.
     """
@@ -149,7 +144,7 @@ def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> Non
             wrong = f"values are {type(grad.values).__name__}, not an array"
         if wrong:
             raise TypeError(
-                f"{call}: the gradient {where('grads')} is a SelectedRows whose "
+                f"The gradient {where('grads')} is a SelectedRows whose "
                 f"{wrong}. Probably jax.tree.map, optax.scale or a mask changed its "
                 "ids too. Use SelectedRows.map or g * 0.5 to change the values, and "
                 "put optax transformations inside lazy(...), not before it."
@@ -157,25 +152,25 @@ def check_gradients(call: str, grads: Any, weights: Sequence[Any] | None) -> Non
         if weights is None:
             continue
         if is_selected_rows(weights[i]):
-            raise pulled_table(call, where("params"))
+            raise pulled_table(where("params"))
         if grad.shape != np.shape(weights[i]):
             raise ValueError(
-                f"{call}: the SelectedRows gradient {where('grads')} must have the "
+                f"The SelectedRows gradient {where('grads')} must have the "
                 f"shape of its parameter, {np.shape(weights[i])}, got {grad.shape}."
             )
 
 
-def check_no_pulled_table(call: str, params: Any) -> None:
+def check_no_pulled_table(params: Any) -> None:
     """Raises if a parameter is a SelectedRows."""
     leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_selected_rows)
     for path, leaf in leaves:
         if is_selected_rows(leaf):
-            raise pulled_table(call, f"params{jax.tree_util.keystr(path)}")
+            raise pulled_table(f"params{jax.tree_util.keystr(path)}")
 
 
-def pulled_table(call: str, where: str) -> TypeError:
+def pulled_table(where: str) -> TypeError:
     return TypeError(
-        f"{call}: {where} must be an array, got a SelectedRows (rows pulled from a "
+        f"{where} must be an array, got a SelectedRows (rows pulled from a "
         "table). Pass its .values as the parameter and the gradient of those values, "
         "and keep its .rows to know which rows they are."
     )

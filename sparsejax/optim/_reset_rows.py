@@ -31,9 +31,6 @@ from sparsejax.optim._wrappers.accumulate import (
 from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
 
-CALL = "sparsejax.optim.reset_rows"
-
-
 def reset_rows(
     tx: Any,
     state: PyTree,
@@ -92,12 +89,12 @@ def reset_rows(
     References:
       TorchRec, `reset_inplace` of managed collision modules.
     """
-    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
-    state_sharding.check_not_sharded(CALL, params)
+    checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
+    state_sharding.check_not_sharded(params)
     given = params, state
     params, state, rows = map(trees.without_variables, (params, state, rows))
     leaves, treedef = trees.flatten(params)
-    by_leaf = trees.ids_by_leaf(CALL, "rows", params, rows)
+    by_leaf = trees.ids_by_leaf("rows", params, rows)
     ids = {i: _ids(params, leaves[i], i, x) for i, x in by_leaf.items()}
     ids = {i: x for i, x in ids.items() if x.size}
     if not ids:
@@ -114,7 +111,7 @@ def reset_rows(
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
     for i, (why, _) in follows.blocked.items():
         raise ValueError(
-            f"{CALL}: rows of {trees.leaf_paths(params, 'params')[i]} cannot be reset, "
+            f"rows of {trees.leaf_paths(params, 'params')[i]} cannot be reset, "
             f"because {why}. Use another optimizer for this table, through "
             "optax.partition."
         )
@@ -131,11 +128,11 @@ def reset_rows(
         return _without_buffers(node)
 
     state = _map_accumulators(take, state)
-    checks.check_state_rows(CALL, state, follows.owners, heights)
+    checks.check_state_rows(state, follows.owners, heights)
     new = init(treedef.unflatten(small))
     if jax.tree.structure(new) != jax.tree.structure(state):
         raise ValueError(
-            f"{CALL}: the structure of the state depends on the number of rows. In "
+            "the structure of the state depends on the number of rows. In "
             "place of a function that decides by shape, pass the tree that it returns: "
             "mask=mask_fn(params)."
         )
@@ -163,7 +160,7 @@ def reset_rows(
 def _ids(params: Any, table: Any, i: int, rows: Any) -> jax.Array:
     if not _arguments.is_array(table) or table.ndim == 0:
         raise ValueError(
-            f"{CALL}: {trees.leaf_paths(params, 'params')[i]} must be a table, an "
+            f"{trees.leaf_paths(params, 'params')[i]} must be a table, an "
             f"array with rows along its first axis, got {_arguments.kind_of(table)}."
         )
     return _arguments.as_ids(rows, table.shape[0], "rows").reshape(-1)
@@ -174,14 +171,14 @@ def _fresh(i: int, shape: Any, dtype: Any, embedding_init: Any, key: Any) -> jax
         return jnp.zeros(shape, dtype)
     if key is None:
         raise ValueError(
-            f"{CALL}: embedding_init needs a key, another one at each call, for "
+            "embedding_init needs a key, another one at each call, for "
             "example jax.random.fold_in(key, step)."
         )
     key = _arguments.as_key(key, from_int=True)
     made = jnp.asarray(embedding_init(jax.random.fold_in(key, i), shape, dtype))
     if made.shape != shape:
         raise ValueError(
-            f"{CALL}: embedding_init must return an array of shape {shape}, got "
+            f"embedding_init must return an array of shape {shape}, got "
             f"{_arguments.kind_of(made)}."
         )
     return made

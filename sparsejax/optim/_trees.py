@@ -29,7 +29,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
-def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
+def flatten_params(grads: Any, params: Any) -> list[Any] | None:
     """The leaves of `params` in the order of the leaves of `grads`, or None."""
     if params is None:
         return None
@@ -37,13 +37,10 @@ def flatten_params(call: str, grads: Any, params: Any) -> list[Any] | None:
         return flatten(grads)[1].flatten_up_to(params)
     except ValueError:
         shown = (_arguments.show_tree(t, is_selected_rows) for t in (grads, params))
-        raise _arguments.wrong(
-            call,
-            "gradients and params",
-            "of the same tree structure",
-            " and ".join(shown),
-            "In the gradients, one SelectedRows takes the place of each table. "
-            f"{_arguments.show_mismatch(grads, params, is_leaf)}".strip(),
+        raise ValueError(
+            "gradients and params must be of the same tree structure, with one "
+            f"SelectedRows for a table, got {' and '.join(shown)}. "
+            f"{_arguments.show_mismatch(grads, params, is_leaf)}".strip()
         ) from None
 
 
@@ -101,11 +98,11 @@ def in_structure_of(tree: Any, new: Any) -> Any:
     return jax.tree.structure(tree).unflatten(jax.tree.leaves(new))
 
 
-def ids_by_leaf(call: str, name: str, params: Any, ids: Any) -> dict[int, Any]:
+def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
     """The leaves of `ids`, by the index of the leaf of `params` at the same path.
 
     Args:
-      call, name: the public function and its argument, for messages.
+      name: of the argument, for messages.
       params: all parameters.
       ids: a tree like them, with None or nothing where a leaf has no ids.
     """
@@ -115,7 +112,7 @@ def ids_by_leaf(call: str, name: str, params: Any, ids: Any) -> dict[int, Any]:
         path = jax.tree_util.keystr(path)
         if path not in paths:
             raise ValueError(
-                f"{call}: {name} has a leaf at {path or 'the root'}, but the "
+                f"{name} has a leaf at {path or 'the root'}, but the "
                 f"parameters do not; their leaves are {', '.join(paths)}."
             )
         found[paths.index(path)] = leaf

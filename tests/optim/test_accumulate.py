@@ -291,7 +291,7 @@ def test_capacity_is_positive(capacity):
 
 
 def test_what_is_not_a_transformation():
-    with pytest.raises(TypeError, match="accumulate: tx must.*lazy.*got the function"):
+    with pytest.raises(TypeError, match="tx must.*lazy.*got the function"):
         accumulate(lambda x: x, 2, 8)
 
 

@@ -111,18 +111,18 @@ def test_some_parameters_in_low_precision_and_no_decay():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"optim.ema: decay must be in \[0, 1\)"):
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\)"):
         ema(1.0)
     with pytest.raises(TypeError, match="debias must be True or False"):
         ema(0.9, 0.5)
     table = jnp.ones((V, D))
     tx = ema(0.9)
     state = tx.init(table)
-    with pytest.raises(ValueError, match="optim.ema: update needs params"):
+    with pytest.raises(ValueError, match="update needs params"):
         tx.update(table, state)
-    with pytest.raises(ValueError, match="ema_params: state must contain the state"):
+    with pytest.raises(ValueError, match="must contain the state of sparsejax"):
         ema_params(table, optax.sgd(0.1).init(table))
-    with pytest.raises(ValueError, match="ema_params: params must be all parameters"):
+    with pytest.raises(ValueError, match="params must be all parameters"):
         ema_params({"t": table}, state)
     with pytest.raises(ValueError, match="two states of sparsejax.optim.ema for one"):
         ema_params(table, (state, state))

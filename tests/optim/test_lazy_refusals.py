@@ -36,9 +36,7 @@ def _grads(rows=None):
     "not_one", [jnp.sin, lambda x: x, optax.linear_schedule(0, 1, 2)]
 )
 def test_functions_are_not_transformations(not_one):
-    with pytest.raises(
-        TypeError, match="lazy: tx must be an optax transformation.*sparsify"
-    ):
+    with pytest.raises(TypeError, match="tx must be an optax transformation.*sparsify"):
         lazy(not_one)
 
 

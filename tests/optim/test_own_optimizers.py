@@ -237,27 +237,27 @@ def test_partition_gives_each_leaf_its_own():
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: optim.ftrl(0.0), "ftrl: learning_rate must be a positive number or"),
-        (lambda: optim.ftrl(0.1, l1=-1.0), "ftrl: l1 must be a non-negative"),
-        (lambda: optim.rowwise_adagrad(-0.1), "rowwise_adagrad: learning_rate must be"),
-        (lambda: optim.group_adagrad(0.1, eps=-1e-5), "group_adagrad: eps must be"),
-        (lambda: optim.adagrad(0.1, -1.0), "adagrad: initial_accumulator_value must"),
-        (lambda: optim.rowwise_adam(0.1, b2=1.0), r"rowwise_adam: b2 must be in \[0"),
-        (lambda: optim.row_count_adam(0.1, b1=-0.1), "row_count_adam: b1 must be in"),
+        (lambda: optim.ftrl(0.0), "learning_rate must be a positive number or"),
+        (lambda: optim.ftrl(0.1, l1=-1.0), "l1 must be a non-negative"),
+        (lambda: optim.rowwise_adagrad(-0.1), "learning_rate must be"),
+        (lambda: optim.group_adagrad(0.1, eps=-1e-5), "eps must be"),
+        (lambda: optim.adagrad(0.1, -1.0), "initial_accumulator_value must"),
+        (lambda: optim.rowwise_adam(0.1, b2=1.0), r"b2 must be in \[0"),
+        (lambda: optim.row_count_adam(0.1, b1=-0.1), "b1 must be in"),
         (
             lambda: optim.partial_rowwise_lamb(0.1, weight_decay=-1.0),
-            "partial_rowwise_lamb: weight_decay must be",
+            "weight_decay must be",
         ),
-        (lambda: optim.ema(1.0), r"ema: decay must be in \[0, 1\)"),
-        (lambda: optim.weight_decay(-0.1), "weight_decay: weight_decay must be"),
+        (lambda: optim.ema(1.0), r"decay must be in \[0, 1\)"),
+        (lambda: optim.weight_decay(-0.1), "weight_decay must be"),
         (
             lambda: optim.weight_decay(2.0, 0.5),
-            r"weight_decay: weight_decay \* learning_rate",
+            r"weight_decay \* learning_rate",
         ),
     ],
 )
 def test_what_is_out_of_range_is_refused(make, message):
-    with pytest.raises(ValueError, match=f"sparsejax.optim.{message}"):
+    with pytest.raises(ValueError, match=message):
         make()
 
 
@@ -265,7 +265,7 @@ def test_what_is_out_of_range_is_refused(make, message):
 def test_params_are_asked_for(name):
     tx, _ = made(name)
     state = tx.init(make_params())
-    message = f"sparsejax.optim.{name}: update needs params"
+    message = "update needs params"
     for grads in (make_grads(0), to_dense(make_grads(0))):
         with pytest.raises(ValueError, match=message):
             tx.update(grads, state)

@@ -243,7 +243,7 @@ def test_wrong_calls():
         (
             lambda: reset(tx, tx.init(_params()["w"]), params, rows),
             ValueError,
-            "the state does not match",
+            "The state does not match",
         ),
         (
             lambda: reset(optax.scale_by_lbfgs(), None, params, rows),

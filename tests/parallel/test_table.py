@@ -106,14 +106,14 @@ def test_gradients_and_state_must_be_the_tables():
             tx.update(wrong, state, table)
     with pytest.raises(TypeError, match="layout='mod'.* for .*layout='block'"):
         tx.update(gradient, state, other)
-    with pytest.raises(ValueError, match="the state is for .*layout='block'"):
+    with pytest.raises(ValueError, match="The state is for .*layout='block'"):
         tx.update(gradient, tx.init(other), table)
     refusing: Any = (
         sj.optim.exact(optax.adam(0.1)),
         sj.optim.accumulate(tx, 2, capacity=4),
     )
     for wrong in refusing:
-        with pytest.raises(TypeError, match="got a ShardedTable, whose rows are shar"):
+        with pytest.raises(TypeError, match="A ShardedTable, whose rows are shar"):
             wrong.init({"t": table})
 
 

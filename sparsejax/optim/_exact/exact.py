@@ -125,13 +125,13 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
       >>> params[3], tx.flush(params, state)[0][3]
       (Array([1.], dtype=float32), Array([1.75], dtype=float32))
     """
-    checks.check_transformation(CALL, tx, "optax.adam(1e-3)")
+    checks.check_transformation(tx, "optax.adam(1e-3)")
     plan_of = planner(tx, tables)
 
     def init(params):
-        state_sharding.check_not_sharded(CALL, params)
-        checks.check_no_pulled_table(CALL, params)
-        checks.check_not_quantized(CALL, params)
+        state_sharding.check_not_sharded(params)
+        checks.check_no_pulled_table(params)
+        checks.check_not_quantized(params)
         leaves, _, plan = plan_of(params)
         inner = tx.init(params)
         # Two arrays, not one twice: a buffer cannot be donated twice.
@@ -149,7 +149,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         params, state, ids = map(trees.without_variables, (params, state, ids))
         leaves, treedef, plan = plan_of(params)
         tables = _tables(plan, leaves, state)
-        for i, ids_of_leaf in trees.ids_by_leaf(CALL, "ids", params, ids).items():
+        for i, ids_of_leaf in trees.ids_by_leaf("ids", params, ids).items():
             if i not in tables:
                 continue  # its gradients are dense, so it is never behind
             if ids_of_leaf is ...:
@@ -253,12 +253,12 @@ def _arguments_of_update(
             "with the params that catch_up returned."
         )
     grads, treedef = trees.flatten(updates)
-    state_sharding.check_not_sharded(CALL, grads)
-    weights = trees.flatten_params(CALL, updates, params)
+    state_sharding.check_not_sharded(grads)
+    weights = trees.flatten_params(updates, params)
     assert weights is not None
     if not any(isinstance(g, SelectedRows) for g in grads):
-        checks.check_order(CALL, params)
-    checks.check_gradients(CALL, updates, weights)
+        checks.check_order(params)
+    checks.check_gradients(updates, weights)
     _, _, plan = plan_of(treedef.unflatten(weights))
     return grads, treedef, weights, plan
 

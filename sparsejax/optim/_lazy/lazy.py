@@ -25,9 +25,6 @@ from sparsejax.optim._lazy import gather_scatter, passes, separability, state_sh
 from sparsejax.optim._lazy.step import Step
 
 
-CALL = "sparsejax.optim.lazy"
-
-
 def lazy(
     tx: optax.GradientTransformation, *, check: bool = True
 ) -> optax.GradientTransformationExtraArgs:
@@ -112,7 +109,6 @@ def lazy(
       `Adam(lazy_mode=True)`; MXNet, `lazy_update`.
     """
     checks.check_transformation(
-        CALL,
         tx,
         "optax.adam(1e-3)",
         " lazy wraps the optimizer; sparsejax.value_and_grad wraps the loss. (To "
@@ -121,8 +117,8 @@ def lazy(
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
-        checks.check_not_quantized(CALL, params)
-        checks.check_no_pulled_table(CALL, params)
+        checks.check_not_quantized(params)
+        checks.check_no_pulled_table(params)
         if check:
             leaves, treedef = trees.flatten(params)
             specs = tuple(map(trees.to_spec, leaves))
@@ -132,15 +128,15 @@ def lazy(
         return state_sharding.init(tx.init, params)
 
     def update(updates, state, params=None, **extra_args):
-        step = Step.of(CALL, updates, state, params)
+        step = Step.of(updates, state, params)
         if not step.tables:
-            checks.check_order(CALL, params)
+            checks.check_order(params)
             return inner.update(updates, state, params, **extra_args)
         verdict = separability.for_tables(tx, *step.key, check)
         for table, reason in verdict.refused.items():
             is_stack = table in step.stacks
             raise separability.refused(step.path(table), reason, is_stack)
-        flat = step.flat(CALL, verdict.owners, verdict.state)
+        flat = step.flat(verdict.owners, verdict.state)
         new = passes.run(inner, flat, extra_args) if check else None
         if new is None:  # outside of jit, or not proved to be row by row
             new = gather_scatter.run(inner, step.key, flat, extra_args)

@@ -51,20 +51,20 @@ def _sharded_tables(tree: Any) -> list[Any]:
     return [x for x in leaves if is_sharded_table(x)]
 
 
-def check_not_sharded(call: str, tree: Any) -> None:
+def check_not_sharded(tree: Any) -> None:
     """Raises a TypeError for sharded tables and gradients of sharded tables."""
     special = lambda x: is_selected_rows(x) and type(x) is not SelectedRows
     is_leaf = lambda x: is_sharded_table(x) or special(x)
     for leaf in filter(is_leaf, jax.tree.leaves(tree, is_leaf=is_leaf)):
         raise TypeError(
-            f"{call}: got a {type(leaf).__name__}, whose rows are sharded over "
-            "devices. Only sparsejax.optim.lazy and optimizers built on it accept "
-            "that. Shard the table by columns (sparsejax.parallel.shard_columns); or, "
-            "to sum gradients over batches, add the ShardedTables: g1 + g2."
+            f"A {type(leaf).__name__}, whose rows are sharded over devices, is "
+            "accepted only by sparsejax.optim.lazy and optimizers built on it. Shard "
+            "the table by columns (sparsejax.parallel.shard_columns); or, to sum "
+            "gradients over batches, add the ShardedTables: g1 + g2."
         )
 
 
-def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
+def check_sharded(grads: Any, params: Any, state: Any) -> None:
     """Raises unless gradients and state match the sharded tables of `params`."""
     tables = _sharded_tables(grads if params is None else params)
     if params is not None and tables:
@@ -81,7 +81,7 @@ def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
                 if is_sharded_table(grad):
                     shown = repr(grad)
                 raise TypeError(
-                    f"{call}: the gradient of a {kind} must be a {kind} of the same "
+                    f"The gradient of a {kind} must be a {kind} of the same "
                     f"height, layout and mesh, got {shown} for {table}. Use "
                     "sparsejax.value_and_grad, with a loss that reads the table "
                     "through sparsejax.lookup or embedding_bag."
@@ -90,7 +90,7 @@ def check_sharded(call: str, grads: Any, params: Any, state: Any) -> None:
     for table in _sharded_tables(state):
         if _static(table) not in known:
             raise ValueError(
-                f"{call}: the state is for {table}, but no table in the parameters has "
+                f"The state is for {table}, but no table in the parameters has "
                 f"this height, layout and mesh: {tables}. Pass the state that "
                 "tx.init(params) or the last update returned for these tables."
             )

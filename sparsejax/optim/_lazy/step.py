@@ -46,12 +46,12 @@ class Step(NamedTuple):
     stacks: dict[int, SelectedRows] = {}
 
     @classmethod
-    def of(cls, call: str, updates: Any, state: Any, params: Any) -> "Step":
+    def of(cls, updates: Any, state: Any, params: Any) -> "Step":
         """The step with these arguments; raises if they do not fit together."""
         grads, treedef = trees.flatten(updates)
-        state_sharding.check_sharded(call, updates, params, state)
-        weights = trees.flatten_params(call, updates, params)
-        checks.check_gradients(call, updates, weights)
+        state_sharding.check_sharded(updates, params, state)
+        weights = trees.flatten_params(updates, params)
+        checks.check_gradients(updates, weights)
         tables = tuple(i for i, g in enumerate(grads) if is_selected_rows(g))
         stacks = {i: grads[i] for i in tables if grads[i].stack}
         specs = tuple(map(trees.to_spec, weights or grads))
@@ -66,17 +66,16 @@ class Step(NamedTuple):
         """The path of a table, for messages."""
         return trees.leaf_paths(self.treedef.unflatten(self.grads), "grads")[table]
 
-    def flat(self, call: str, owners: Sequence[int | None], expected: Any) -> "Step":
+    def flat(self, owners: Sequence[int | None], expected: Any) -> "Step":
         """The same step with one table in place of each stack.
 
         Args:
-          call: the public name, for messages.
           owners: for each leaf of the state, the table that it follows, or None.
           expected: the state that `tx.init` returns.
         """
         checks.check_state(self.state, expected)
         row_shapes = {i: self.grads[i].row_shape for i in self.tables}
-        checks.check_state_rows(call, self.state, owners, row_shapes)
+        checks.check_state_rows(self.state, owners, row_shapes)
         step = self._replace(owners=tuple(owners))
         if not self.stacks:
             return step

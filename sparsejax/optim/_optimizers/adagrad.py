@@ -71,7 +71,7 @@ def rowwise_adagrad(
       Caffe2, `RowWiseSparseAdagrad`; FBGEMM, `EXACT_ROWWISE_ADAGRAD`; Duchi et al.,
       2011, "Adaptive Subgradient Methods".
     """
-    _check("rowwise_adagrad", learning_rate, initial_accumulator_value, eps)
+    _check(learning_rate, initial_accumulator_value, eps)
     outside = lambda h: base.root(h) + base.like(eps, h)
     return _adagrad(learning_rate, initial_accumulator_value, outside, by_row=True)
 
@@ -113,7 +113,7 @@ def group_adagrad(
     References:
       MXNet, `contrib.group_adagrad_update`.
     """
-    _check("group_adagrad", learning_rate, initial_accumulator_value, eps)
+    _check(learning_rate, initial_accumulator_value, eps)
     inside = lambda h: base.root(h + base.like(eps, h))
     return _adagrad(learning_rate, initial_accumulator_value, inside, by_row=True)
 
@@ -163,15 +163,14 @@ def adagrad(
       Duchi et al., 2011, "Adaptive Subgradient Methods"; PyTorch, `optim.Adagrad`;
       Caffe2, `SparseAdagrad`; PaddlePaddle, `adagrad`.
     """
-    _check("adagrad", learning_rate, initial_accumulator_value, eps)
+    _check(learning_rate, initial_accumulator_value, eps)
     outside = lambda h: base.root(h) + base.like(eps, h)
     return _adagrad(learning_rate, initial_accumulator_value, outside, by_row=False)
 
 
-def _check(name: str, learning_rate: Any, initial: Any, eps: Any) -> None:
-    call = f"sparsejax.optim.{name}"
+def _check(learning_rate: Any, initial: Any, eps: Any) -> None:
     base.check_not_negative(
-        call, learning_rate=learning_rate, initial_accumulator_value=initial, eps=eps
+        learning_rate=learning_rate, initial_accumulator_value=initial, eps=eps
     )
 
 

@@ -91,8 +91,7 @@ def rowwise_adam(
       Caffe2, `RowWiseSparseAdam`; FBGEMM, `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, 2015,
       "Adam".
     """
-    call = "sparsejax.optim.rowwise_adam"
-    _check(call, learning_rate, b1, b2, eps)
+    _check(learning_rate, b1, b2, eps)
     return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype)
 
 
@@ -146,8 +145,7 @@ def row_count_adam(
     References:
       FBGEMM, Adam with `use_rowwise_bias_correction`.
     """
-    call = "sparsejax.optim.row_count_adam"
-    _check(call, learning_rate, b1, b2, eps)
+    _check(learning_rate, b1, b2, eps)
     return _adam(learning_rate, b1, b2, eps, False, True, mu_dtype)
 
 
@@ -201,12 +199,11 @@ def partial_rowwise_lamb(
       FBGEMM, `PARTIAL_ROWWISE_LAMB`; You et al., 2020, "Large Batch Optimization for
       Deep Learning: Training BERT in 76 minutes".
     """
-    call = "sparsejax.optim.partial_rowwise_lamb"
-    _check(call, learning_rate, b1, b2, eps, weight_decay=weight_decay)
+    _check(learning_rate, b1, b2, eps, weight_decay=weight_decay)
 
     def direction(r, w):
         checks.require_params(
-            call, w, "LAMB scales the step of each row by the norm of its weights"
+            w, "LAMB scales the step of each row by the norm of its weights"
         )
         w = jnp.asarray(w).astype(r.dtype)
         r = r + base.like(weight_decay, r) * w
@@ -219,9 +216,9 @@ def partial_rowwise_lamb(
     return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype, direction)
 
 
-def _check(call: str, learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) -> None:
-    base.check_decay_rates(call, b1=b1, b2=b2)
-    base.check_not_negative(call, learning_rate=learning_rate, eps=eps, **more)
+def _check(learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) -> None:
+    base.check_decay_rates(b1=b1, b2=b2)
+    base.check_not_negative(learning_rate=learning_rate, eps=eps, **more)
 
 
 def _adam(

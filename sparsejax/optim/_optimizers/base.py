@@ -96,25 +96,25 @@ def result_dtype(g: jax.Array, w: Any) -> Any:
 # ------------------------------------------------------------------ hyperparameters
 
 
-def check(call: str, name: str, value: Any, wanted: str, holds: Callable) -> None:
+def check(name: str, value: Any, wanted: str, holds: Callable) -> None:
     """Raises if `value` is concrete and out of its range."""
     other_kind = value is None or isinstance(value, str)
     known = isinstance(value, (int, float, np.generic)) or _arguments.is_concrete(value)
     if other_kind or (known and not np.all(holds(value))):
-        error = _arguments.wrong_type if other_kind else _arguments.wrong
-        raise error(call, name, wanted, _arguments.show(value))
+        error = TypeError if other_kind else ValueError
+        raise error(f"{name} must be {wanted}, got {_arguments.show(value)}.")
 
 
-def check_not_negative(call: str, **values: Any) -> None:
+def check_not_negative(**values: Any) -> None:
     """Raises a ValueError if one of `values` is concrete and negative."""
     for name, value in values.items():
-        check(call, name, value, "a non-negative number", lambda x: x >= 0)
+        check(name, value, "a non-negative number", lambda x: x >= 0)
 
 
-def check_decay_rates(call: str, **values: Any) -> None:
+def check_decay_rates(**values: Any) -> None:
     """Raises a ValueError if one of `values` is concrete and not in [0, 1)."""
     for name, value in values.items():
-        check(call, name, value, "in [0, 1)", lambda x: (x >= 0) & (x < 1))
+        check(name, value, "in [0, 1)", lambda x: (x >= 0) & (x < 1))
 
 
 def at(value: Any, count: Any) -> Any:
@@ -190,7 +190,6 @@ def add_as_two(total: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def catch_up(
-    call: str,
     maker: str,
     kind: type,
     fields: Sequence[str],
@@ -201,7 +200,6 @@ def catch_up(
     """Gives rows what they missed, at each state of a kind anywhere in `state`.
 
     Args:
-      call: the public name, for messages.
       maker: the function of `sparsejax.optim` that makes the states.
       kind: the type of the states.
       fields: of a state, which are trees like the parameters.
@@ -218,7 +216,7 @@ def catch_up(
     nodes, state_treedef = jax.tree.flatten(state, is_leaf=is_ours)
     if not any(map(is_ours, nodes)):
         raise ValueError(
-            f"{call}: state must contain the state of sparsejax.optim.{maker}. Pass "
+            f"state must contain the state of sparsejax.optim.{maker}. Pass "
             f"the whole state of an optimizer that has {maker} in its chain."
         )
     weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
@@ -226,7 +224,7 @@ def catch_up(
         if not is_ours(node):
             continue
         columns = [getattr(node, field) for field in fields]
-        _check_same_tree(call, params, columns[0])
+        _check_same_tree(params, columns[0])
         columns = [treedef.flatten_up_to(column) for column in columns]
         for i, row in enumerate(zip(*columns)):
             if not trees.is_none_or_masked(row[0]):
@@ -239,17 +237,15 @@ def catch_up(
     return trees.in_structure_of(given, new)
 
 
-def _check_same_tree(call: str, params: Any, tree: Any) -> None:
+def _check_same_tree(params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
     structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
     if len(set(structures)) > 1:
         hint = _arguments.show_mismatch(params, tree, trees.is_leaf)
         if not isinstance(tree, (dict, list, tuple)):
             hint += " With flax.nnx pass nnx.state(model, nnx.Param)."
-        raise _arguments.wrong(
-            call,
-            "params",
-            f"all parameters that the optimizer trains, {_arguments.show_tree(tree)}",
-            _arguments.show_tree(params),
-            hint.strip(),
+        raise ValueError(
+            "params must be all parameters that the optimizer trains, "
+            f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}. "
+            f"{hint.strip()}"
         )

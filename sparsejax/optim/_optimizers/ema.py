@@ -30,10 +30,6 @@ from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
-CALL = "sparsejax.optim.ema"
-READ = "sparsejax.optim.ema_params"
-
-
 class EmaState(NamedTuple):
     """State of `ema`.
 
@@ -108,7 +104,7 @@ def ema(
       `optax.ema`; Polyak and Juditsky, 1992, "Acceleration of Stochastic Approximation
       by Averaging"; TensorFlow, `tf.train.ExponentialMovingAverage`.
     """
-    base.check_decay_rates(CALL, decay=decay)
+    base.check_decay_rates(decay=decay)
     debias = _arguments.check_bool("debias", debias)
 
     def init(params):
@@ -123,7 +119,7 @@ def ema(
         return EmaState(jnp.zeros((), jnp.int32), log_decay, corrected, average, last)
 
     def update(updates, state, params=None):
-        checks.require_params(CALL, params, "it averages the parameters")
+        checks.require_params(params, "it averages the parameters")
         log_decay = base.like(base.log(decay), state.log_decay)
 
         def rule(u, average, last, w):
@@ -176,7 +172,7 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
     def read(i, node, w, average, last):
         if i in averaged:
             raise ValueError(
-                f"{READ}: state contains two states of sparsejax.optim.ema for one "
+                "state contains two states of sparsejax.optim.ema for one "
                 "parameter. Pass the part of the state that has one of them."
             )
         averaged.add(i)
@@ -184,7 +180,7 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
         return mean.astype(w.dtype), average, last
 
     fields = "average", "last"
-    return base.catch_up(READ, "ema", EmaState, fields, read, params, state)[0]
+    return base.catch_up("ema", EmaState, fields, read, params, state)[0]
 
 
 def _after(

@@ -14,9 +14,6 @@ from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
-CALL = "sparsejax.optim.ftrl"
-
-
 class FtrlState(NamedTuple):
     """The number of steps; per coordinate, `z` and the sum of squared gradients `n`."""
 
@@ -83,8 +80,8 @@ def ftrl(
       `SparseFtrl`; MXNet, `ftrl_update`.
     """
     positive = "a positive number or a schedule"
-    base.check(CALL, "learning_rate", learning_rate, positive, lambda x: x > 0)
-    base.check_not_negative(CALL, beta=beta, l1=l1, l2=l2)
+    base.check("learning_rate", learning_rate, positive, lambda x: x > 0)
+    base.check_not_negative(beta=beta, l1=l1, l2=l2)
 
     def init(params):
         wide = lambda p: jnp.zeros_like(p, dtype=indexing.accumulator_dtype(p.dtype))
@@ -93,7 +90,7 @@ def ftrl(
 
     def update(updates, state, params=None):
         checks.require_params(
-            CALL, params, "FTRL returns the difference of new and old weights"
+            params, "FTRL returns the difference of new and old weights"
         )
         rate = base.at(learning_rate, state.count)
 

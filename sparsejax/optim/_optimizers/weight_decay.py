@@ -30,10 +30,6 @@ from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
 
-CALL = "sparsejax.optim.weight_decay"
-FLUSH = "sparsejax.optim.flush_weight_decay"
-
-
 class WeightDecayState(NamedTuple):
     """The number of steps; the sum L as two floats `[2]`; per row its L `[V, 2]`."""
 
@@ -98,16 +94,14 @@ def weight_decay(
       Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization"; FBGEMM,
       row-wise AdaGrad with `prev_iter`.
     """
-    base.check_not_negative(
-        CALL, weight_decay=weight_decay, learning_rate=learning_rate
-    )
+    base.check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
     if isinstance(weight_decay, (int, float)) and isinstance(
         learning_rate, (int, float)
     ):
         lost = weight_decay * learning_rate
         if lost >= 1:
             raise ValueError(
-                f"{CALL}: weight_decay * learning_rate, the fraction of the weights "
+                f"weight_decay * learning_rate, the fraction of the weights "
                 f"that a step removes, must be less than 1, got {lost}. Pass what "
                 "optax.adamw takes as weight_decay."
             )
@@ -120,7 +114,7 @@ def weight_decay(
         return WeightDecayState(count, log_decay, jax.tree.map(start, params))
 
     def update(updates, state, params=None):
-        checks.require_params(CALL, params, "the decay is a fraction of the weights")
+        checks.require_params(params, "the decay is a fraction of the weights")
         step = _log_of_step(weight_decay, base.at(learning_rate, state.count), state)
         log_decay = base.add_as_two(state.log_decay, step)
 
@@ -177,9 +171,7 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
         return (wide + lost).astype(w.dtype), now
 
     fields = ("decayed",)
-    return base.catch_up(
-        FLUSH, "weight_decay", WeightDecayState, fields, decay, params, state
-    )
+    return base.catch_up("weight_decay", WeightDecayState, fields, decay, params, state)
 
 
 def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.Array:

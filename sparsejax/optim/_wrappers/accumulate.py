@@ -39,9 +39,6 @@ from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import separability, state_sharding
 
 
-CALL = "sparsejax.optim.accumulate"
-
-
 class AccumulateState(NamedTuple):
     """State of `accumulate`; names as in `optax.MultiStepsState`.
 
@@ -65,7 +62,7 @@ class AccumulateState(NamedTuple):
 
 
 separability.NOT_LIFTED[AccumulateState] = (
-    CALL,
+    "sparsejax.optim.accumulate",
     "it goes around lazy, not inside of it: sparsejax.optim.accumulate(lazy(tx), k, "
     "capacity)",
 )
@@ -135,18 +132,17 @@ def accumulate(
     References:
       `optax.MultiSteps`.
     """
-    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
+    checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(tx)
     every_k: Any = every_k_schedule
     if not callable(every_k):
         hint = " Or pass a function of the step."
         if isinstance(every_k, bool):
-            want = "a positive int"
-            raise _arguments.wrong_type(CALL, "every_k_schedule", want, str(every_k))
+            raise TypeError(f"every_k_schedule must be a positive int, got {every_k}.")
         every_k = _arguments.static_int("every_k_schedule", every_k, 1, hint)
 
     def init(params):
-        state_sharding.check_not_sharded(CALL, params)
+        state_sharding.check_not_sharded(params)
         leaves, treedef = trees.flatten(params)
         stacks = _arguments.flag_leaves("stacked", stacked, params, trees.is_leaf)
         buffers = map(_empty, leaves, _slots(params, capacity), stacks)
@@ -161,9 +157,9 @@ def accumulate(
 
     def update(updates, state, params=None, **extra_args):
         grads, treedef = trees.flatten(updates)
-        state_sharding.check_not_sharded(CALL, grads)
+        state_sharding.check_not_sharded(grads)
         checks.check_state(state, AccumulateState)
-        trees.flatten_params(CALL, updates, params)
+        trees.flatten_params(updates, params)
         buffers = held_gradients(state, grads, treedef)
         overflow = jnp.asarray(state.overflow)
         for i, grad in enumerate(grads):
@@ -405,7 +401,7 @@ def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
     if not isinstance(held, SelectedRows):
         if isinstance(grad, SelectedRows):
             raise ValueError(
-                f"{CALL}: {where()} is a SelectedRows, but its leaf has no slots: its "
+                f"{where()} is a SelectedRows, but its leaf has no slots: its "
                 "capacity is None, or capacity is one int, which gives slots only to "
                 "leaves of rank 2 or more. Pass capacity as a tree with an int for "
                 "this leaf."
@@ -413,13 +409,13 @@ def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
     elif isinstance(grad, SelectedRows) and grad.row_shape != held.row_shape:
         found, slots = ("x".join(map(str, x.row_shape)) for x in (grad, held))
         raise ValueError(
-            f"{CALL}: {where()} has {found} rows, but the slots of its leaf are for "
+            f"{where()} has {found} rows, but the slots of its leaf are for "
             f"{slots} rows. Pass stacked=True, or a tree with True for this leaf, if "
             "it is a stack of tables [K, V, ...] read at (k, v)."
         )
     elif not isinstance(grad, SelectedRows) and held.capacity < held.height:
         raise ValueError(
-            f"{CALL}: {where()} is a dense gradient of {held.height} rows, but its "
+            f"{where()} is a dense gradient of {held.height} rows, but its "
             f"leaf has only {held.capacity} slots. Pass capacity as a tree with None "
             'for this leaf, for example {"table": 4096, "kernel": None}.'
         )

@@ -22,9 +22,6 @@ from sparsejax.optim._lazy import state_sharding
 from sparsejax.optim._wrappers.accumulate import update_if
 
 
-CALL = "sparsejax.optim.dynamic_loss_scale"
-
-
 class LossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`.
 
@@ -94,14 +91,14 @@ def dynamic_loss_scale(
       Micikevicius et al., 2018, "Mixed Precision Training"; NVIDIA Apex, dynamic loss
       scaling; `jmp.DynamicLossScale`.
     """
-    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
+    checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     try:
         known = initial_scale >= 1 and factor > 1 and growth_interval >= 1
     except TypeError:  # a string, or None
         known = False
     if not known:
         raise ValueError(
-            f"{CALL}: requires initial_scale >= 1, factor > 1 and growth_interval >= 1,"
+            f"requires initial_scale >= 1, factor > 1 and growth_interval >= 1,"
             f" got {_arguments.show(initial_scale)}, {_arguments.show(factor)} and "
             f"{_arguments.show(growth_interval)}."
         )

@@ -51,9 +51,6 @@ from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import gather_scatter, state_sharding
 
 
-CALL = "sparsejax.optim.rounding"
-
-
 class RoundingState(NamedTuple):
     """State of `rounding`.
 
@@ -133,10 +130,10 @@ def rounding(
       et al., 2018, "Mixed Precision Training" (the master copy); FBGEMM,
       `stochastic_rounding`.
     """
-    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
+    checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     if key is None and not master:
         raise ValueError(
-            f"{CALL}: pass key=jax.random.key(...) for stochastic rounding, or "
+            "pass key=jax.random.key(...) for stochastic rounding, or "
             "master=True to keep a float32 copy of each bfloat16 or float16 leaf."
         )
     if key is not None:
@@ -159,9 +156,9 @@ def rounding(
         )
 
     def update(updates, state, params=None, **extra_args):
-        checks.require_params(CALL, params, "it rounds the new weights")
+        checks.require_params(params, "it rounds the new weights")
         grads, treedef = trees.flatten(updates)
-        weights = trees.flatten_params(CALL, updates, params)
+        weights = trees.flatten_params(updates, params)
         assert weights is not None
         checks.check_state(state, RoundingState)
         narrow = [_is_narrow(w) for w in weights]
@@ -178,7 +175,7 @@ def rounding(
             if is_quantized(w) and not is_selected_rows(grad) and grad is not None:
                 where = trees.leaf_paths(updates, "grads")[i]
                 raise TypeError(
-                    f"{CALL}: {where} must be a SelectedRows, since its parameter is a "
+                    f"{where} must be a SelectedRows, since its parameter is a "
                     f"QuantizedTable, got {_arguments.kind_of(grad)}. Differentiate "
                     "the rows that are read: table.pull(ids) in the table's place."
                 )

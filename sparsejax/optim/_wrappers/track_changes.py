@@ -24,9 +24,6 @@ from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import separability, state_sharding
 
 
-CALL, TAKE = "sparsejax.optim.track_changes", "sparsejax.optim.take_changes"
-
-
 class TrackChangesState(NamedTuple):
     """State of `track_changes`.
 
@@ -41,7 +38,7 @@ class TrackChangesState(NamedTuple):
 
 
 separability.NOT_LIFTED[TrackChangesState] = (
-    CALL,
+    "sparsejax.optim.track_changes",
     "it goes around lazy, not inside of it: sparsejax.optim.track_changes(lazy(tx))",
 )
 
@@ -96,7 +93,7 @@ def track_changes(
     References:
       TorchRec, `ModelDeltaTracker`.
     """
-    checks.check_transformation(CALL, tx, "lazy(optax.adam(1e-3))")
+    checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
@@ -119,13 +116,11 @@ def track_changes(
         try:
             flags = treedef.flatten_up_to(state.changed)
         except ValueError:
-            raise _arguments.wrong(
-                CALL,
-                "updates and state",
-                "of the same tree structure",
+            raise ValueError(
+                "updates and state must be of the same tree structure, got "
                 f"{_arguments.show_tree(updates, is_selected_rows)} and "
-                f"{_arguments.show_tree(state.changed)}",
-                "Pass the state of init for these parameters.",
+                f"{_arguments.show_tree(state.changed)}. Pass the state of init for "
+                "these parameters."
             ) from None
         for i, (update, flag) in enumerate(zip(leaves, flags)):
             if flag is not None:
@@ -133,7 +128,7 @@ def track_changes(
             elif is_selected_rows(update):
                 where = trees.leaf_paths(updates, "updates")[i]
                 raise ValueError(
-                    f"{CALL}: {where} is a SelectedRows, but its parameter is not "
+                    f"{where} is a SelectedRows, but its parameter is not "
                     "tracked. Pass tables=, a tree of bools with True for it."
                 )
         return updates, TrackChangesState(inner_state, treedef.unflatten(flags))
@@ -181,13 +176,13 @@ def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
     places = [k for k, node in enumerate(nodes) if is_ours(node)]
     if len(places) != 1:
         raise ValueError(
-            f"{TAKE}: state must have one state of sparsejax.optim.track_changes, got "
+            f"state must have one state of sparsejax.optim.track_changes, got "
             f"{len(places)}. Make the optimizer as track_changes(lazy(tx))."
         )
     ours = nodes[places[0]]
     if not all(map(_arguments.is_concrete, jax.tree.leaves(ours.changed))):
         raise TypeError(
-            f"{TAKE}: the number of ids depends on values, so it cannot be traced by "
+            "the number of ids depends on values, so it cannot be traced by "
             "jit, vmap, grad or scan. Call it between steps."
         )
     is_leaf = lambda x: _is_leaf(x) or state_sharding.is_sharded_table(x)
@@ -200,12 +195,10 @@ def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
         flag is not None and tuple(leaf.shape[:1]) != tuple(flag.shape)
         for leaf, flag in zip(leaves, flags)
     ):
-        raise _arguments.wrong(
-            TAKE,
-            "params and state",
-            "of the same tables",
-            f"{_arguments.show_tree(params)} and {_arguments.show_tree(ours.changed)}",
-            "Pass the parameters that the state was made for.",
+        raise ValueError(
+            f"params and state must be of the same tables, got "
+            f"{_arguments.show_tree(params)} and {_arguments.show_tree(ours.changed)}. "
+            "Pass the parameters that the state was made for."
         )
     ids = [_ids(flag) for flag in flags]
     # New arrays, which a step may donate; sharded as the old ones.
@@ -232,7 +225,7 @@ def _wanted(params: Any, tables: Any) -> list[bool]:
     for k, (leaf, is_chosen) in enumerate(zip(leaves, chosen)):
         if is_chosen and not np.ndim(leaf):
             raise ValueError(
-                f"{CALL}: tables names {paths[k]}, which has no rows: it must be an "
+                f"tables names {paths[k]}, which has no rows: it must be an "
                 f"array of rank 1 or more, got {_arguments.kind_of(leaf)}."
             )
     return [bool(is_chosen) for is_chosen in chosen]
@@ -249,7 +242,7 @@ def _mark(flags: jax.Array, update: Any) -> jax.Array:
         return flags | jnp.any(update != 0, axis=tuple(range(1, update.ndim)))
     if update.stack:
         raise ValueError(
-            f"{CALL}: an update is of a stack of tables, of shape {update.shape}, "
+            f"an update is of a stack of tables, of shape {update.shape}, "
             "whose rows cannot be tracked. Keep the parameter as one table [K * V, "
             "...], and reshape it inside the loss: table.reshape(K, V, ...)."
         )
