@@ -44,13 +44,9 @@ def reset_rows(
 
     For rows that belong to something else from now on, such as those that
     `sparsejax.HashIndex.insert` evicts. Afterwards a row is as if its table had just
-    been initialized: its weights are zeros or those of `embedding_init`, the leaves of
-    `state` that follow the table have for it what `tx.init` makes of these weights, and
-    gradients that `accumulate` holds for it are zero. `weight_decay` and `exact` count
-    steps that a row has missed from now on. For `track_changes` the row has changed.
-    Counts, and all other rows, stay as they are, bit for bit.
-
-    Under `jax.jit`, with `params` and `state` donated, only these rows are written.
+    been initialized, in the weights and in all state that follows the table; for
+    `track_changes` it has changed. Counts and all other rows stay as they are, bit for
+    bit.
 
     Args:
       tx: the transformation that `state` belongs to: any of optax, bare or lifted by

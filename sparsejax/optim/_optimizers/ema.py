@@ -59,28 +59,21 @@ def ema(
       a_t = decay * a_{t-1} + (1 - decay) * w_t,    a_0 = 0
 
     which is what `optax.ema(decay, debias)` makes of the parameters of every step, and
-    `a_t / (1 - decay^t)` with `debias`. All rows of all tables have this average at all
-    times, up to rounding. Rows that a step does not touch are neither read nor written:
-    `ema_params` adds what they missed when it reads them, in closed form, since their
-    weights stayed as they were.
-
-    It accepts dense and SelectedRows updates, alone or anywhere inside
-    `lazy(optax.chain(...))`. A change of a row at a step that does not touch it counts
-    as if the row had had the new value since its last update. Use `optax.masked` to
-    average some parameters only.
+    `a_t / (1 - decay^t)` with `debias`. Rows that a step does not touch are neither
+    read nor written: `ema_params` adds what they missed, in closed form. Use it alone
+    or anywhere inside `lazy(optax.chain(...))`; docs/howto/average_parameters.md has
+    the limits.
 
     Args:
       decay: number in [0, 1), the weight of the past; 0.999 averages over about 1,000
         steps.
-      debias: True corrects for the start at zero. Without it, averages of the
-        first `1 / (1 - decay)` steps are too small.
+      debias: True corrects for the start at zero.
       accumulator_dtype: of the averages; by default that of the parameters, at least
         float32.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with an `EmaState`: an average `[V, ...]`
-      and an int32 `[V]` for each leaf. `update` needs `params`. Under `jax.jit`, donate
-      the state to update averages in place.
+      and an int32 `[V]` for each leaf. `update` needs `params`.
 
     Raises:
       ValueError: `decay` is not in [0, 1); at update, `params` is missing.
@@ -101,8 +94,7 @@ def ema(
       Array([1.        , 0.        , 0.6666667], dtype=float32)
 
     References:
-      `optax.ema`; Polyak and Juditsky, 1992, "Acceleration of Stochastic Approximation
-      by Averaging"; TensorFlow, `tf.train.ExponentialMovingAverage`.
+      `optax.ema`; TensorFlow, `tf.train.ExponentialMovingAverage`.
     """
     base.check_decay_rates(decay=decay)
     debias = _arguments.check_bool("debias", debias)

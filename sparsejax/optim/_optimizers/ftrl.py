@@ -39,13 +39,9 @@ def ftrl(
 
     The update is `w' - w`. Where w' is 0, adding it to w gives exactly 0.
 
-    The new weights depend on the old ones only through z, which starts at 0: the first
-    step that touches a row forgets its initial weights. Start from zeros, or with
-    `z = -w * (beta / lr + l2) - sign(w) * l1`, which represents weights w.
-
-    A dense gradient updates all rows (those without history become 0). A SelectedRows
-    updates its rows and leaves the others unchanged, bit for bit. Use it alone or
-    inside `lazy(optax.chain(...))`.
+    The first step that touches a row forgets its initial weights, since z starts at 0.
+    A dense gradient updates all rows (those without history become 0), a SelectedRows
+    only its own. Use it alone or inside `lazy(optax.chain(...))`.
 
     Args:
       learning_rate: a positive number or a schedule, alpha in the paper. The current
@@ -60,8 +56,7 @@ def ftrl(
       needs `params`.
 
     Raises:
-      ValueError: `learning_rate` is not positive, or another argument is negative; at
-        update, `params` is missing.
+      ValueError: an argument is out of its range, or `params` is missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -76,8 +71,7 @@ def ftrl(
       Array([4. , 0.5], dtype=float32)
 
     References:
-      McMahan et al., 2013, "Ad Click Prediction: a View from the Trenches"; Caffe2,
-      `SparseFtrl`; MXNet, `ftrl_update`.
+      McMahan et al., 2013, "Ad Click Prediction: a View from the Trenches".
     """
     positive = "a positive number or a schedule"
     base.check("learning_rate", learning_rate, positive, lambda x: x > 0)

@@ -50,15 +50,9 @@ def weight_decay(
     with d the argument `weight_decay`, for any schedule of lr. The other rows stay
     unchanged, bit for bit. Put it last in a chain:
     `chain(adam(lr), weight_decay(d, lr))` is `optax.adamw(lr, weight_decay=d)` for rows
-    touched at every step. In contrast, `optax.adamw` inside `lazy` decays a row only at
-    the steps that read it.
-
-    Between two steps that touch it, a row is larger than under dense AdamW, because a
-    lookup reads it before the missed decay is applied. `flush_weight_decay` brings all
-    rows up to date, for evaluation and export.
-
-    It accepts dense and SelectedRows updates, alone or inside
-    `lazy(optax.chain(...))`. Use `optax.masked` to exclude parameters.
+    touched at every step; `optax.adamw` inside `lazy` decays a row only at the steps
+    that read it. `flush_weight_decay` brings all rows up to date, for evaluation and
+    export. Use it alone or inside `lazy(optax.chain(...))`.
 
     Args:
       weight_decay: its strength, as in `optax.adamw`; non-negative.
@@ -70,8 +64,7 @@ def weight_decay(
       `update` needs `params`.
 
     Raises:
-      ValueError: an argument is negative, or `weight_decay * learning_rate` is 1 or
-        more; at update, `params` is missing.
+      ValueError: an argument is out of its range, or `params` is missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -91,8 +84,7 @@ def weight_decay(
       (Array(0.729, dtype=float32), Array(0.729, dtype=float32))
 
     References:
-      Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization"; FBGEMM,
-      row-wise AdaGrad with `prev_iter`.
+      Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization".
     """
     base.check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
     if isinstance(weight_decay, (int, float)) and isinstance(

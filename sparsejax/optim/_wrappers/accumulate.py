@@ -81,40 +81,31 @@ def accumulate(
 
       updates, state = tx.update((g_1 + ... + g_k) / k, state, params)
 
-    like `optax.MultiSteps`. If the loss is a mean over the batch, this is a step on one
-    batch that is k times as large. Before the k-th gradient, updates are zero (a
-    SelectedRows without a filled slot) and the state of `tx` does not change. Rows are
-    merged as they arrive. Sums are in float32 or wider.
+    like `optax.MultiSteps`. Before, updates are zero (a SelectedRows without a filled
+    slot) and the state of `tx` does not change. Sums are in float32 or wider.
 
-    The gradients of a table are summed in a buffer of `capacity` rows. Set it to the
-    number of distinct rows that k gradients can have, or to the table's height. A row
-    that finds no slot is omitted from this step, as if it had no gradient, and is
-    counted in `state.overflow`. Rows that have a slot get their full sum, so even with
-    too small a buffer the step is correct for the rows that came first.
+    The gradients of a table are summed in a buffer of `capacity` rows: the number of
+    distinct rows that k gradients can have, or the table's height. A row that finds no
+    slot is omitted from this step, as if it had no gradient, and is counted in
+    `state.overflow`. Rows that have a slot get their full sum.
 
     Args:
-      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
-        `sparsejax.optim`. It gets extra arguments of `update` at the k-th gradient.
+      tx: a transformation that accepts SelectedRows, such as `lazy(...)`.
       every_k_schedule: int k, or a schedule: a function of `gradient_step`.
       capacity: int, slots for each leaf of rank 2 or more; or a tree (prefix) of the
-        params with ints for tables and None for leaves with dense gradients. In a tree,
-        an int for a leaf of rank 1 makes that leaf a table, too. A leaf with slots may
-        also have a dense gradient if it has no more rows than slots.
-      stacked: True, or a tree (prefix) of the params with True for leaves of rank 3 or
-        more that are stacks of tables `[K, V, ...]`, read at (k, v): their slots are
-        for rows of the tables. Others have slots for rows along the first axis.
+        params with ints for tables, also of rank 1, and None for dense leaves. A leaf
+        with as many slots as rows may also have a dense gradient.
+      stacked: True, or a tree (prefix) of the params with True for stacks of tables
+        `[K, V, ...]`, which then have slots for the rows of each table.
 
     Returns:
-      `optax.GradientTransformationExtraArgs` with an `AccumulateState`. Under
-      `jax.jit`, donate it with the parameters to update buffers and tables in place.
+      `optax.GradientTransformationExtraArgs` with an `AccumulateState`.
 
     Raises:
       TypeError: `tx` is not a transformation, or `every_k_schedule` or `capacity` is
         not an int.
-      ValueError: `every_k_schedule` or `capacity` is not positive; `capacity` or
-        `stacked` is not a prefix of these params; at update, a dense gradient has more
-        rows than slots, or a leaf with a SelectedRows gradient has no slots, or those
-        for rows of another kind.
+      ValueError: `every_k_schedule` or `capacity` is not positive, or is not a prefix
+        of the params; at update, a gradient does not fit the slots of its leaf.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -128,9 +119,6 @@ def accumulate(
       ...     print(updates.num_rows(), table[3:6, 0], state.overflow)
       0 [0. 0. 0.] 0
       2 [-0.5  0.  -0.5] 0
-
-    References:
-      `optax.MultiSteps`.
     """
     checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     inner = optax.with_extra_args_support(tx)
@@ -143,6 +131,7 @@ def accumulate(
 
     def init(params):
         state_sharding.check_not_sharded(params)
+        inner_state = tx.init(params)  # which knows what is not a parameter
         leaves, treedef = trees.flatten(params)
         stacks = _arguments.flag_leaves("stacked", stacked, params, trees.is_leaf)
         buffers = map(_empty, leaves, _slots(params, capacity), stacks)
@@ -152,7 +141,7 @@ def accumulate(
             jnp.zeros((), jnp.int32) for _ in range(3)
         )
         return AccumulateState(
-            mini_step, gradient_step, tx.init(params), sums, rows, overflow
+            mini_step, gradient_step, inner_state, sums, rows, overflow
         )
 
     def update(updates, state, params=None, **extra_args):

@@ -59,8 +59,7 @@ def dynamic_loss_scale(
     finite steps, the scale is multiplied by `factor`.
 
     Args:
-      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
-        `sparsejax.optim`; for 16-bit parameters, `rounding(lazy(...), ...)`.
+      tx: a transformation that accepts SelectedRows, such as `lazy(...)`.
       initial_scale: float, at least 1. If it and `factor` are powers of two, scaling
         does not round.
       growth_interval: int, finite steps before the scale grows.

@@ -79,44 +79,33 @@ def rounding(
       w' = R(w + u)         with `key`: R rounds up or down at random
       m' = m + u, w' = R(m')     with `master`: m is w in float32, kept in the state
 
-    Stochastic rounding picks one of the two neighbours, with probabilities such that
-    `E[R(x)] = x`. With a master and no key, R rounds to nearest. The update is w' - w
-    in float32, so that `optax.apply_updates` gives exactly w'. `tx` gets float32
-    gradients, with duplicates summed in float32, and its state is made for float32
-    parameters. For smaller state, use optax's own `mu_dtype` and similar arguments.
-
-    Only the rows of the gradient are read, rounded and written, in tables and masters.
+    Stochastic rounding picks one of the two neighbours, such that `E[R(x)] = x`; with a
+    master and no key, R rounds to nearest. The update is w' - w in float32, so that
+    `optax.apply_updates` gives exactly w'. `tx` gets float32 gradients and parameters.
     Leaves of other dtypes get the updates of `tx` unchanged.
 
-    A QuantizedTable among the parameters is trained on the rows that a step pulls:
-    pass `table.pull(ids)` in its place to `sparsejax.value_and_grad`, and the table
-    itself to `update`. Its rows are dequantized, updated and rounded to codes again.
-    A row keeps its scale and bias as long as they fit the row.
+    For a QuantizedTable pass `table.pull(ids)` in its place to
+    `sparsejax.value_and_grad`, and the table itself to `update`. Its rows are
+    dequantized, updated and rounded to codes again.
 
     Args:
-      tx: a transformation that accepts SelectedRows: `lazy(...)`, or one of
-        `sparsejax.optim`.
-      key: one PRNG key, or an int as its seed. The same key reproduces the same
-        training. All replicas of a table need the same key.
-      master: True keeps float32 copies in the state. They take twice the memory of
-        the table and, unlike stochastic rounding, lose nothing.
+      tx: a transformation that accepts SelectedRows, such as `lazy(...)`.
+      key: one PRNG key, or an int as its seed; the same for all replicas of a table.
+      master: True keeps float32 copies in the state, which lose nothing.
 
     Returns:
-      `optax.GradientTransformationExtraArgs` with a `RoundingState`; `update` needs
-      `params`. Under `jax.jit`, donate the state to update masters in place.
+      `optax.GradientTransformationExtraArgs`; `update` needs `params`.
 
     Raises:
       TypeError: `tx` is not a transformation, or `key` is not a PRNG key.
-      ValueError: there is neither a key nor a master; at update, `params` is missing.
+      ValueError: there is neither a key nor a master, or `params` is missing.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
       >>> table = jnp.ones((1000, 1), jnp.bfloat16)
       >>> grad = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 1), jnp.bfloat16), 1000)
-      >>> for tx in (
-      ...     sj.optim.lazy(optax.sgd(1e-3)),
-      ...     sj.optim.rounding(sj.optim.lazy(optax.sgd(1e-3)), master=True),
-      ... ):
+      >>> tx = sj.optim.lazy(optax.sgd(1e-3))
+      >>> for tx in (tx, sj.optim.rounding(tx, master=True)):
       ...     weights, state = table, tx.init(table)
       ...     for _ in range(10):
       ...         updates, state = tx.update(grad, state, weights)
@@ -126,9 +115,7 @@ def rounding(
       [0.988281]
 
     References:
-      Gupta et al., 2015, "Deep Learning with Limited Numerical Precision"; Micikevicius
-      et al., 2018, "Mixed Precision Training" (the master copy); FBGEMM,
-      `stochastic_rounding`.
+      Gupta et al., 2015, "Deep Learning with Limited Numerical Precision".
     """
     checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     if key is None and not master:

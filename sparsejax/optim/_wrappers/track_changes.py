@@ -55,16 +55,14 @@ def track_changes(
     A row is in a SelectedRows if it has a slot, and in an array if it is not zero. A
     step costs what it touches. The updates and the state of `tx` do not change.
 
-    Put it around everything else, so that it sees the updates that are applied:
-    `track_changes(accumulate(lazy(tx), ...))`. For a `ShardedTable`, each device keeps
-    the booleans of the rows that it owns.
+    Put it around everything else, so that it sees the updates that are applied. For a
+    `ShardedTable`, each device keeps the booleans of the rows that it owns.
 
     Args:
-      tx: any transformation; `lazy(...)` for tables. (`exact(...)` cannot be tracked:
-        `exact_value_and_grad` takes only `exact` itself.)
+      tx: any transformation but `exact(...)`; `lazy(...)` for tables.
       tables: a tree of bools, or a bool, that is a prefix of the parameters: True for
         the leaves to track. By default the tables are the arrays of floats of rank 2 or
-        more, the sharded tables and the quantized ones. A boolean for each row is kept.
+        more, the sharded tables and the quantized ones.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with a `TrackChangesState`. Under
