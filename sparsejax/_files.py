@@ -22,13 +22,11 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from sparsejax import _arguments
-
 
 def as_path(call: str, path: Any) -> Any:
     """Returns `path`, or raises: `open` would take an int as a file descriptor."""
     if not isinstance(path, (str, bytes, os.PathLike)):
-        raise _arguments.wrong_type(call, "path", "a str or os.PathLike", f"{path!r}")
+        raise TypeError(f"{call}: path must be a str or os.PathLike, got {path!r}.")
     return path
 
 

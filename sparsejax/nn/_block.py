@@ -260,13 +260,13 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
       >>> merged["item"].tolist()
       [3, 1, 3]
     """
-    call = "sparsejax.nn.merge_row_ids"
     merged: dict[str, Any] = {}
     for ids_of in row_ids:
         if not isinstance(ids_of, Mapping):
-            want = "a dict of table names to ids, as returned by row_ids"
-            found = _arguments.kind_of(ids_of)
-            raise _arguments.wrong_type(call, "each argument", want, found)
+            raise TypeError(
+                "merge_row_ids: each argument must be a dict of table names to ids, as "
+                f"returned by row_ids, got {_arguments.kind_of(ids_of)}."
+            )
         for name, ids in ids_of.items():
             new = _arguments.as_integers(ids)
             if name not in merged:
@@ -296,12 +296,10 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
     def sparse_forward(self, tables, params, inputs):
         owner = type(self).__name__
         if not isinstance(tables, Mapping):
-            raise _arguments.wrong_type(
-                owner,
-                "tables",
-                "a dict of names to pulled rows (SelectedRows) or whole tables",
-                _arguments.kind_of(tables),
-                "Use {name: store.pull(name, ids)}.",
+            raise TypeError(
+                f"{owner}: tables must be a dict of names to pulled rows "
+                f"(SelectedRows) or whole tables, got {_arguments.kind_of(tables)}. "
+                "Use {name: store.pull(name, ids)}."
             )
         if not isinstance(tables, PulledTables):
             tables = PulledTables(tables, owner)

@@ -168,5 +168,7 @@ class SparseLinear(SparseBlock, Dense):
 def _check_name(block: Any) -> None:
     """Raises unless the table's name is a str."""
     if not isinstance(block.name, str):
-        want, found = "a str, the table's name in the store", repr(block.name)
-        raise _arguments.wrong_type(block._call, "name", want, found)
+        raise TypeError(
+            f"{block._call}: name must be a str, the table's name in the store, got "
+            f"{block.name!r}."
+        )
