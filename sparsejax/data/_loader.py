@@ -109,7 +109,7 @@ class DataLoader:
         overflow: str = "error",
         num_workers: int = 0,
         shard: tuple[int, int] = (0, 1),
-        device: Any = None,
+        device: PyTree = None,
     ):
         self._dataset = as_array_dataset(dataset)
         if not len(self._dataset):

@@ -8,6 +8,7 @@ import csv
 import importlib
 import io
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def _is_as_expected(make):
 # ------------------------------------------------------------------ CSV
 
 
-def _csv(quoting=csv.QUOTE_MINIMAL, separator=",", end="\n", mark=b""):
+def _csv(quoting: Any = csv.QUOTE_MINIMAL, separator=",", end="\n", mark=b""):
     file = io.StringIO()
     writer = csv.writer(file, quoting=quoting, delimiter=separator, lineterminator=end)
     writer.writerow(["user", "item", "rating"])
