@@ -40,26 +40,27 @@ def check_state(state: Any, expected: Any) -> None:
       expected: the type of the state, a NamedTuple; or what `tx.init` returns, as
         arrays or ShapeDtypeStructs, to check the states inside too.
     """
-    kind = expected if isinstance(expected, type) else type(expected)
+    kind: Any = expected if isinstance(expected, type) else type(expected)
     fields = getattr(kind, "_fields", None)
+    parts: Any = expected
     if fields is not None:
         fits = set(fields) <= set(getattr(state, "_fields", ()))
     elif kind is tuple:
-        fits = isinstance(state, tuple) and len(state) == len(expected)
+        fits = isinstance(state, tuple) and len(state) == len(parts)
     else:
-        fits = not isinstance(expected, Mapping) or isinstance(state, Mapping)
+        fits = not isinstance(parts, Mapping) or isinstance(state, Mapping)
     if not fits:
         raise TypeError(
             f"The optimizer state has a {type(state).__name__} in place of a "
             f"{kind.__name__}. Pass the state of this transformation; a checkpoint "
             "keeps its types if you restore into tx.init(params)."
         )
-    if isinstance(expected, tuple):
-        for part, kind in zip(state, expected):
-            check_state(part, kind)
-    elif isinstance(expected, Mapping):
-        for key in expected.keys() & state.keys():
-            check_state(state[key], expected[key])
+    if isinstance(parts, tuple):
+        for own, part in zip(state, parts):
+            check_state(own, part)
+    elif isinstance(parts, Mapping):
+        for key in set(parts) & set(state):
+            check_state(state[key], parts[key])
 
 
 def check_state_rows(

@@ -44,8 +44,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
 
 def _merged(leaf: Any) -> jax.Array:
-    if not is_selected_rows(leaf):
-        leaf = jnp.asarray(leaf)
-    wide = leaf.astype(indexing.accumulator_dtype(leaf.dtype))
-    # The values of empty slots are zeros.
-    return wide.coalesce().values if is_selected_rows(wide) else wide
+    if is_selected_rows(leaf):  # the values of empty slots are zeros
+        return leaf.astype(indexing.accumulator_dtype(leaf.dtype)).coalesce().values
+    leaf = jnp.asarray(leaf)
+    return leaf.astype(indexing.accumulator_dtype(leaf.dtype))

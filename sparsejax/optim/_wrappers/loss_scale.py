@@ -111,7 +111,8 @@ def dynamic_loss_scale(
         return scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
 
     def init(params):
-        return LossScaleState(*state_sharding.init(counters, params), tx.init(params))
+        scale, good_steps, skipped = state_sharding.init(counters, params)
+        return LossScaleState(scale, good_steps, skipped, tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
         checks.check_state(state, LossScaleState)
