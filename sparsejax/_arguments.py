@@ -234,27 +234,6 @@ def check_floats(
         raise TypeError(f"{name} must be floats, got {x.dtype} of shape {shape}. {fix}")
 
 
-def wrong(call: str, name: str, want: str, got: str, fix: str = "") -> ValueError:
-    """Returns the error to raise for an argument with a wrong value.
-
-    Args:
-      call, name: the public function and its argument.
-      want: the accepted values: `one of 'sum' and 'mean'`, `[V, D]`.
-      got: the value found, as `show`, `kind_of` or an f-string prints it.
-      fix: a sentence that names the way out.
-    """
-    return ValueError(_wrong(call, name, want, got, fix))
-
-
-def wrong_type(call: str, name: str, want: str, got: str, fix: str = "") -> TypeError:
-    """Returns the error to raise for an argument of a wrong type, see `wrong`."""
-    return TypeError(_wrong(call, name, want, got, fix))
-
-
-def _wrong(call: str, name: str, want: str, got: str, fix: str) -> str:
-    return f"{call}: {name} must be {want}, got {got}.{' ' * bool(fix)}{fix}"
-
-
 def show_spec(x: Any) -> str:
     """Returns `float32[3,2]` for an array or a spec, else the repr."""
     # A class may have attributes of these names, as in jax.tree.map(type, grads).
