@@ -199,13 +199,13 @@ class Trainer:
         rows = self._pull(batch) if rows is None else rows
         for name in rows:  # `push` would raise only after the dense update
             self._check_trainable(name)
-        rows = self._padded(rows)
-        specs = {name: self.store.spec(name) for name in rows}
+        padded: Any = self._padded(rows)
+        specs = {name: self.store.spec(name) for name in padded}
         tables = {
             name: ListedTable(self.store.engine, name, spec.shape, spec.dtype)
             for name, spec in specs.items()
         }
-        args = (tables, self.params), self.opt_state, split(batch), rows
+        args = (tables, self.params), self.opt_state, split(batch), padded
         with self._explained():
             (_, self.params), self.opt_state, loss, grads = self._step(*args)
         self._step.push(grads)
@@ -264,7 +264,7 @@ class Trainer:
 
     def _forward(self, rows: Any, params: Any, batch: Any) -> Any:
         heights = {name: self.store.spec(name).shape[0] for name in rows}
-        pulled = {name: SelectedRows(*x, heights[name]) for name, x in rows.items()}
+        pulled = {n: SelectedRows(x[0], x[1], heights[n]) for n, x in rows.items()}
         return self._outputs(pulled, params, batch)
 
     def _outputs(self, pulled: Any, params: Any, batch: Any) -> Any:
@@ -273,7 +273,8 @@ class Trainer:
 
     def _loss_of(self, params: Any, batch: Any) -> Any:
         """The loss of `(pulled, params)`."""
-        return self._loss(self._outputs(*params, batch), batch)
+        pulled, dense = params
+        return self._loss(self._outputs(pulled, dense, batch), batch)
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -419,7 +420,8 @@ def _check_arguments(
             f"{_CALL}: tx must be an optax transformation, got {_kind(tx)}."
         )
     is_number = isinstance(clip_norm, (int, float, np.generic, jax.Array))
-    if clip_norm is not None and not (is_number and clip_norm > 0):
+    positive: Any = clip_norm
+    if clip_norm is not None and not (is_number and positive > 0):
         raise ValueError(
             f"{_CALL}: clip_norm must be a positive number or None, got "
             f"{_arguments.show(clip_norm)}."

@@ -258,16 +258,16 @@ class Engine:
 
     def _on_device(self, early: Sequence[_Early]) -> dict[str, SelectedRows]:
         """Rows that were read as arrays; nothing writes to their buffers any more."""
-        found = {x.table.spec.name: self._rows_and_values(x) for x in early}
+        pairs = {x.table.spec.name: self._rows_and_values(x) for x in early}
         if self.devices is None:
             # One copy of all tables. The CPU device may use these buffers in place.
-            found = jax.device_put(found)
-        return {
-            x.table.spec.name: SelectedRows(
-                *found[x.table.spec.name], x.table.spec.owners.height
-            )
-            for x in early
-        }
+            pairs = jax.device_put(pairs)
+        found = {}
+        for part in early:
+            spec = part.table.spec
+            rows, values = pairs[spec.name]
+            found[spec.name] = SelectedRows(rows, values, spec.owners.height)
+        return found
 
     def _rows_and_values(self, early: _Early) -> tuple[Any, Any]:
         """The rows and values of a SelectedRows; on the host without a mesh."""

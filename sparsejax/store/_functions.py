@@ -228,7 +228,7 @@ def _by_table(
     """The ids of all reads of each table, flat."""
     found: dict[str, list[jax.Array]] = {}
     for ids, site in zip(program.run((), needed), sites):
-        found.setdefault(names[site.table], []).append(ids.reshape(-1))
+        found.setdefault(names[int(site.table)], []).append(ids.reshape(-1))
     return {
         name: ids[0] if len(ids) == 1 else jnp.concatenate(ids)
         for name, ids in found.items()

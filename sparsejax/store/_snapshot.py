@@ -340,8 +340,9 @@ class Record:
         """All arrays of the k-th table."""
         table, found = self.tables[name], self.header["tables"][name]
         specs = _specs(k, table, found, self.header["state"])
-        for i, column in enumerate(table.columns if self.header["state"] else [0]):
-            column = table.weights if i == 0 else column
+        for i, column in enumerate(
+            table.columns if self.header["state"] else [table.weights]
+        ):
             member = f"{k}.weights" if i == 0 else f"{k}.state.{i - 1}"
             count = found["weights" if i == 0 else "whole"]
             specs[member] = (count, *column.shape[1:]), column.dtype

@@ -235,12 +235,11 @@ class TrainStep:
             pulled = self._engine.pull(request.ids, request.capacity)
             rows = {**pulled, **request.cached}
         elif not isinstance(rows, Mapping) or rows.keys() != program.counts.keys():
-            found = (
-                list(rows) if isinstance(rows, Mapping) else _arguments.kind_of(rows)
-            )
+            given = _arguments.kind_of(rows)
+            given = list(rows) if isinstance(rows, Mapping) else given
             raise ValueError(
                 f"{_CALL}: rows must be the rows of this batch from prefetch, of the "
-                f"tables {sorted(program.counts)}, got {found}."
+                f"tables {sorted(program.counts)}, got {given}."
             )
         found: dict[str, Any] = dict(rows)
         for name in caches.keys() & found.keys():

@@ -25,7 +25,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
-from sparsejax._arguments import ArrayLike
+from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, merge
 from sparsejax.store._engine import Engine
 from sparsejax.transform.interpreter import RuleContext, Site, register_rule
@@ -153,11 +153,11 @@ class StoredTable(_TreeTable):
         """The array to differentiate: the pulled rows of this table."""
         return found[1]
 
-    def view(self, values: jax.Array | SelectedRows, found: Found) -> Any:
+    def view(self, values: PyTree, found: Found) -> Any:
         """What the function gets in place of the table, to read these values."""
         return view_of_rows(self, values, found[0])
 
-    def gradient(self, grad: jax.Array | SelectedRows, found: Found) -> Any:
+    def gradient(self, grad: PyTree, found: Found) -> Any:
         """The gradient of the rows, from the gradient of `values`."""
         wide = indexing.accumulator_dtype(grad.dtype)
         zeros = jnp.zeros(found[1].shape, wide)
@@ -183,13 +183,13 @@ class ListedTable(StoredTable):
 
     def values(self, found: Found) -> Any:
         """As `StoredTable.values`."""
-        return SelectedRows(*found, self.shape[0])
+        return SelectedRows(found[0], found[1], self.shape[0])
 
-    def view(self, values: jax.Array | SelectedRows, found: Found) -> Any:
+    def view(self, values: PyTree, found: Found) -> Any:
         """As `StoredTable.view`."""
         return values
 
-    def gradient(self, grad: jax.Array | SelectedRows, found: Found) -> Any:
+    def gradient(self, grad: PyTree, found: Found) -> Any:
         """As `StoredTable.gradient`."""
         return grad
 
@@ -270,11 +270,11 @@ class CachedRows(_TreeTable):
         """As `StoredTable.values`: the array of slots."""
         return self.array
 
-    def view(self, values: jax.Array | SelectedRows, found: Found) -> Any:
+    def view(self, values: PyTree, found: Found) -> Any:
         """As `StoredTable.view`."""
         return view_of_rows(self, values, *found)
 
-    def gradient(self, grad: jax.Array | SelectedRows, found: Found) -> Any:
+    def gradient(self, grad: PyTree, found: Found) -> Any:
         """As `StoredTable.gradient`, of the array of slots."""
         return CachedRows(grad, self.cache, self.stored)
 
