@@ -192,7 +192,8 @@ class _Model(nnx.Module):
 
 def _train_nnx(wrap, params, most_traces=1):
     model = _Model(params)
-    tx = WRAPS[wrap](nnx.as_pure(nnx.state(model, nnx.Param)))
+    as_pure = getattr(nnx, "as_pure", None) or getattr(nnx, "pure")  # flax 0.11
+    tx = WRAPS[wrap](as_pure(nnx.state(model, nnx.Param)))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     traces = []
 
@@ -206,7 +207,7 @@ def _train_nnx(wrap, params, most_traces=1):
     for ids in BATCHES:
         step(model, optimizer, jnp.asarray(ids))
     assert len(traces) <= most_traces
-    _assert_equal(wrap, {"t": model.t.get_value(), "w": model.w.get_value()})
+    _assert_equal(wrap, {"t": model.t.value, "w": model.w.value})
 
 
 def nnx_optimizer(wrap, tmp_path):

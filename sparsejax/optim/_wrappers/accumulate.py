@@ -48,7 +48,7 @@ class AccumulateState(NamedTuple):
       inner_opt_state: state of `tx`.
       acc_grads: the sums of gradients, in float32 or wider: `[C, ...]` for a leaf with
         C slots, and of the leaf's shape for others.
-      acc_rows: the row id of each slot, `[C]`; None for leaves without slots.
+      acc_rows: the row id of each slot, `[C]`; 0 for leaves without slots.
       overflow: int32, the number of rows that found no slot, over all steps and tables.
         A row counts once per gradient that contains it.
     """
@@ -280,7 +280,7 @@ def held_gradients(state: AccumulateState, like: Any, treedef: Any) -> list[Any]
     sums = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_grads))
     rows = treedef.flatten_up_to(jax.tree.map(jnp.asarray, state.acc_rows))
     for i, (leaf, ids) in enumerate(zip(like, rows)):
-        if ids is not None:
+        if np.ndim(ids):
             shape = leaf.shape
             *stack, _ = row_shape = shape[: len(shape) + 1 - sums[i].ndim]
             sums[i] = SelectedRows(ids, sums[i], math.prod(row_shape), stack)
@@ -292,7 +292,8 @@ def with_held_gradients(
 ) -> AccumulateState:
     """Returns the state with other buffers."""
     is_rows = [isinstance(held, SelectedRows) for held in buffers]
-    rows = [held.rows if has else None for held, has in zip(buffers, is_rows)]
+    rows = treedef.flatten_up_to(state.acc_rows)
+    rows = [x.rows if has else old for x, has, old in zip(buffers, is_rows, rows)]
     sums = [held.values if has else held for held, has in zip(buffers, is_rows)]
     rows, sums = map(treedef.unflatten, (rows, sums))
     return state._replace(acc_grads=sums, acc_rows=rows)
@@ -301,11 +302,11 @@ def with_held_gradients(
 def _empty(leaf: Any, slots: int | None, is_stack: bool | None) -> tuple[Any, Any]:
     """Returns the row ids and sums of an empty buffer."""
     if trees.is_none_or_masked(leaf):
-        return None, leaf
+        return leaf, leaf
     leaf = jnp.asarray(leaf)
     dtype = indexing.accumulator_dtype(leaf.dtype)
     if slots is None:
-        return None, jnp.zeros(leaf.shape, dtype)
+        return jnp.zeros((), jnp.int32), jnp.zeros(leaf.shape, dtype)
     row_axes = 2 if is_stack and leaf.ndim > 2 else 1
     height = math.prod(leaf.shape[:row_axes])
     slots = min(slots, height)
