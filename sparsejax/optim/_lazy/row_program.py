@@ -242,7 +242,7 @@ def run(
     """
     runner = _Runner(reduce, report)
     outs = runner.run(jaxpr, consts, args)
-    return [runner.value(x) if isinstance(x, Reduction) else x for x in outs]
+    return [x if _has_rows(x) else runner.value(x) for x in outs]
 
 
 class Split(NamedTuple):
@@ -362,6 +362,11 @@ class _Runner:
             self._pending.append(Reduction(nodes[0], self._path))
             return [self._pending[-1]]
         if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
+            if self._report and (name == "neg" or (nodes and name in LINEAR)):
+                # A function of rows that is run on random numbers knows the sign.
+                ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
+                step = _Step(self._path, ins, next(self._number))
+                return [Node(None, eqn.outvars[0].aval, step)]
             values = [self.value(x) for x in ins]
             with _compat.equation_context(eqn), self._eval(values):
                 return _compat.bind(eqn, values)
@@ -488,6 +493,10 @@ def without_rows(x: Any) -> Any:
 # ------------------------------------------------------------------ primitives
 
 
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Node) and x.aval.shape[:1] == (1,)
+
+
 def _tables(xs: Sequence[Any]) -> frozenset[int]:
     nodes = (x for x in xs if isinstance(x, (Node, Reduction)))
     return frozenset(x.table for x in nodes if x.table is not None)
@@ -506,7 +515,7 @@ def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
 
 
 def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
-    return row_params(eqn, [isinstance(x, Node) for x in ins]) is not None
+    return row_params(eqn, list(map(_has_rows, ins))) is not None
 
 
 def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:

@@ -772,7 +772,8 @@ class Update:
         own = [k for k, node in self.followers.items() if node.table == table]
         update, *state = self.run(self.function(split, table), "zero", "any")
         # A state that cannot be, like a variance below zero, gives NaN.
-        found = [WEIGHTS] if np.any((update != 0) & ~np.isnan(update)) else []
+        valid = ~np.isnan(update)
+        found = [WEIGHTS] if np.any(update[valid]) or not np.any(valid) else []
         for k, new, old in zip(own, state, state[len(own) :]):
             if new.astype(old.dtype).tobytes() != old.tobytes():
                 found.append(self.paths[k])
