@@ -144,7 +144,7 @@ def _has_words(x: Any) -> bool:
 
 
 def convert_tensor(x: Any, name: str) -> str:
-    """How to convert `x`, if it is a tensor of PyTorch or TensorFlow; or empty."""
+    """Says how to convert `x`, a tensor of PyTorch or TensorFlow; empty for others."""
     module = type(x).__module__.partition(".")[0]
     ways = {
         # DLPack has bfloat16 and GPUs too.
@@ -303,7 +303,7 @@ def show_mismatch(
 
 
 def _children(x: Any, is_leaf: Callable[[Any], bool] | None) -> dict[str, Any] | None:
-    """The children of a container by key, as `['table']`; None for a leaf."""
+    """Returns the children of a container by key, as `['table']`; None for a leaf."""
     stop = lambda y: y is not x or (is_leaf is not None and is_leaf(y))
     pairs, _ = jax.tree_util.tree_flatten_with_path(x, is_leaf=stop)
     if pairs and not pairs[0][0]:

@@ -66,7 +66,7 @@ def trace(fun, *args) -> tuple[Any, list[Any]]:
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
-    """A jaxpr, closed or open, as `(open jaxpr, consts)`.
+    """Returns a jaxpr, closed or open, as `(open jaxpr, consts)`.
 
     jax 0.10.2 has a class for each; later a `Jaxpr` carries its own consts.
     """
@@ -75,7 +75,7 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
 
 
 def arg_names(jaxpr: Any) -> list[str]:
-    """The names of the inputs of a jitted function: `params['table']`."""
+    """Returns the names of the inputs of a jitted function: `params['table']`."""
     names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
     return [name or "" for name in names]
 
@@ -95,7 +95,7 @@ def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def placeholder(aval: Any) -> Any:
-    """An array with only a type, for programs that are never run."""
+    """Makes an array with only a type, for programs that are never run."""
     return _placeholder_p.bind(aval=aval)
 
 
@@ -140,7 +140,7 @@ def frames(eqn: Any) -> list[tuple[str, str, int]]:
 
 
 def _shown_name(file: str) -> str:
-    """The name of a file in messages: `In[3]` for a cell of a notebook."""
+    """Names a file in messages: `In[3]` for a cell of a notebook."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     # Releases before 7.33 name cells so that the number can be read.
@@ -161,7 +161,7 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def manual_axes(params: dict[str, Any]) -> frozenset:
-    """The mesh axes that a shard_map makes manual."""
+    """Returns the mesh axes that a shard_map makes manual."""
     in_old = params.get("manual_axes")  # up to jax 0.9
     return frozenset(params["newly_manual_axes"] if in_old is None else in_old)
 

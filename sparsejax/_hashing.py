@@ -4,7 +4,7 @@ import numpy as np
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of MurmurHash3: each bit of the result depends on each bit of x.
+    """Mixes the bits as MurmurHash3 does: each bit of the result depends on each of x.
 
     Args:
       x: uint64, of any shape.
@@ -15,7 +15,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 
 def hash_words(text: np.ndarray, lengths: np.ndarray, salt: int) -> np.ndarray:
-    """A hash of each word: FNV-1a of its bytes, mixed.
+    """Hashes each word: FNV-1a of its bytes, mixed.
 
     Args:
       text: uint8 `[n, L]`, the bytes of each word, padded.

@@ -103,7 +103,7 @@ class _DlInfo(ctypes.Structure):
 
 
 def _library_of(symbol: str) -> str | None:
-    """The file that defines a C symbol of the process, or None."""
+    """Returns the file that defines a C symbol of the process, or None."""
     process = ctypes.CDLL(None)
     try:
         address = ctypes.cast(getattr(process, symbol), ctypes.c_void_p)

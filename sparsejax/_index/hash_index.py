@@ -140,7 +140,7 @@ class HashIndex:
         window: int | None = None,
         seed: int = 0,
     ) -> HashIndex:
-        """An empty index.
+        """Makes an empty index.
 
         Args:
           capacity: int, the number of rows of the table, at most 2^29.

@@ -164,7 +164,7 @@ def _sums_weights_transpose(ct, like, sums, ids, *rest, height, spec):
 
 
 def _batch(bind, args, axes, *, spec):
-    """The rule for vmap: batched bags of one table are more bags of that table."""
+    """Batches the primitive: batched bags of one table are more bags of that table."""
     if axes[0] is not None:  # a table for each example
         one = functools.partial(xla.bag_sum, spec=spec)
         return jax.vmap(one, in_axes=tuple(axes))(*args)

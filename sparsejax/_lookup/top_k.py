@@ -40,7 +40,7 @@ def top_k(
     chunk_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k rows of a table with the highest scores for each query, exactly.
+    """Returns the k rows of a table with the highest scores for each query, exactly.
 
       ids[b, 0], ids[b, 1], ... = argsort_i(-score(queries[b], table[i]) - bias[i])
 

@@ -205,23 +205,23 @@ def positions(mask: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-    """The dtype that sums of `dtype` accumulate in: at least float32 for floats."""
+    """Returns the dtype for sums of `dtype`: at least float32 for floats."""
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         return jnp.dtype(jnp.float32)
     return jnp.dtype(dtype)
 
 
 def float_dtype(dtype: Any) -> Any:
-    """The dtype of a mean: `dtype` itself for floats, else float32."""
+    """Returns the dtype of a mean: `dtype` itself for floats, else float32."""
     return dtype if jnp.issubdtype(dtype, jnp.inexact) else jnp.dtype(jnp.float32)
 
 
 def float_accumulator_dtype(dtype: Any) -> Any:
-    """The dtype that a mean of `dtype` accumulates in."""
+    """Returns the dtype that a mean of `dtype` accumulates in."""
     return accumulator_dtype(float_dtype(dtype))
 
 
 def promote(*dtypes: Any) -> Any:
-    """The common type of `dtypes`, even under strict dtype promotion."""
+    """Returns the common type of `dtypes`, even under strict dtype promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*dtypes)

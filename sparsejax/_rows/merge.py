@@ -144,7 +144,7 @@ def first_slots(rows: jax.Array, height: int) -> jax.Array:
 
 
 def stable_order(keys: jax.Array, limit: int) -> jax.Array:
-    """The permutation that sorts `keys` stably, int32 `[n]`.
+    """Returns the permutation that sorts `keys` stably, int32 `[n]`.
 
     Args:
       keys: integer `[n]`, in `[0, limit)`.

@@ -122,13 +122,13 @@ class QuantizedTable:
         vars(self).update(row_shape=row_shape, dtype=dtype)
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The children with their keys."""
+        """Returns the children with their keys."""
         children, static = QuantizedTable.tree_flatten(self)
         names = map(jax.tree_util.GetAttrKey, ("codes", "scale_bias"))
         return tuple(zip(names, children)), static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """The children; the static part can be JSON, for exports."""
+        """Returns the children; the static part can be JSON, for exports."""
         static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
         return (self.codes, row_ids.seal(self._pairs)), static
 
@@ -283,7 +283,7 @@ class QuantizedTable:
         return SelectedRows(rows, read(self, rows, 0), height)
 
     def dequantize(self) -> jax.Array:
-        """The whole array, `[V, ...]`, of `dtype`.
+        """Returns the whole array, `[V, ...]`, of `dtype`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -333,7 +333,7 @@ class QuantizedTable:
         weight: Scalar = 0.5,
         key: KeyLike | None = None,
     ) -> Self:
-        """The weighted mean with another table, in the form of this one.
+        """Averages with another table, weighted, in the form of this one.
 
           (1 - weight) * self + weight * other
 
@@ -386,7 +386,7 @@ class QuantizedTable:
     # -- other forms -------------------------------------------------------------
 
     def astype(self, dtype: DTypeLike) -> QuantizedTable:
-        """The same codes; reads give `dtype`.
+        """Keeps the codes; reads give `dtype`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -397,7 +397,7 @@ class QuantizedTable:
         return QuantizedTable(self.codes, self._pairs, self.bits, self.row_shape, kind)
 
     def unpack(self) -> QuantizedTable:
-        """The same numbers in codes of 8 bits, with float32 scales and biases.
+        """Unpacks into codes of 8 bits, with float32 scales and biases.
 
         Such codes take a byte each, whatever their range, and are faster to read.
 

@@ -203,7 +203,7 @@ def words_of_leaf(leaf: Any) -> jax.Array:
 
 
 def seal_words(words: jax.Array) -> Any:
-    """The inverse of `words_of_leaf`."""
+    """Inverts `words_of_leaf`."""
     return _pairs_of(words).wrap(lax.expand_dims(words, [words.ndim - 1]))
 
 
@@ -213,7 +213,7 @@ def _pairs_of(words: Any) -> Opaque:
 
 @contextlib.contextmanager
 def _computing(ids: Any, ints: np.dtype):
-    """The context in which ids become words, and words become ids.
+    """Enters the context in which ids become words, and words become ids.
 
     Ids with a known value stay known while a program is traced, because a tree that is
     built there can outlive the trace.
@@ -257,13 +257,13 @@ def _unsealed(words: jax.Array, row_ndim: int | None, plain: np.dtype) -> jax.Ar
 
 
 def _widened(ints: np.dtype) -> np.dtype:
-    """The 32-bit dtype that holds ids of `ints`, with the same sign."""
+    """Returns the 32-bit dtype that holds ids of `ints`, with the same sign."""
     return np.dtype(np.uint32 if ints.kind == "u" else np.int32)
 
 
 @functools.partial(jax.jit, inline=True)
 def words_of_pairs(pairs: jax.Array) -> jax.Array:
-    """The inverse of `pairs_of_words`."""
+    """Inverts `pairs_of_words`."""
     if pairs.dtype.itemsize == 4:
         return lax.bitcast_convert_type(pairs, np.uint32)
     halves = lax.bitcast_convert_type(pairs, np.uint16).astype(np.uint32)

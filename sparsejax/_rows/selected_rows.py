@@ -169,13 +169,13 @@ class SelectedRows(metaclass=_InErrors):
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The children with their keys."""
+        """Returns the children with their keys."""
         keys = jax.tree_util.GetAttrKey("rows"), jax.tree_util.GetAttrKey("values")
         children, static = SelectedRows.tree_flatten(self)
         return tuple(zip(keys, children)), static
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """The children; the first one is a leaf of `row_ids`."""
+        """Returns the children; the first one is a leaf of `row_ids`."""
         ids = self._ids
         if not self._is_computed:
             ids = row_ids.seal(ids, self._row_ndim)
@@ -329,7 +329,7 @@ class SelectedRows(metaclass=_InErrors):
         return cls(rows, values, height)
 
     def to_dense(self) -> jax.Array:
-        """The dense array, `[height, ...]`; duplicates are summed.
+        """Returns the dense array, `[height, ...]`; duplicates are summed.
 
         Floats narrower than float32 are summed in float32 and rounded once. The sum of
         booleans is their logical or.
@@ -534,7 +534,7 @@ class SelectedRows(metaclass=_InErrors):
         return _replaced(self, values=values, _row_ndim=row_ndim)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> SelectedRows:
-        """The same rows with values cast to `dtype`."""
+        """Returns the same rows with values cast to `dtype`."""
         return self.map(lambda v: v.astype(dtype))
 
     # -- a stack of tables -------------------------------------------------------
@@ -735,14 +735,14 @@ def flat_rows(like: SelectedRows, array: Any) -> Any:
 
 
 def stacked_rows(like: SelectedRows, array: Any) -> Any:
-    """The inverse of `flat_rows`."""
+    """Inverts `flat_rows`."""
     if not like.stack:
         return array
     return array.reshape(*like.row_shape, *array.shape[1:])
 
 
 def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> SelectedRows:
-    """The inverse of `SelectedRows.unstacked`.
+    """Inverts `SelectedRows.unstacked`.
 
     Args:
       rows: of one table.

@@ -79,7 +79,7 @@ def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.
 def segment_ids_to_lengths(
     segment_ids: ArrayLike, num_segments: int | None = None
 ) -> jax.Array:
-    """The number of elements in each segment.
+    """Returns the number of elements in each segment.
 
     `lengths[k] = sum_{i: segment_ids[i] == k} 1`
 
@@ -113,7 +113,7 @@ def segment_ids_to_lengths(
 
 
 def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
-    """The start of each segment, and the end of the last one.
+    """Returns the start of each segment, and the end of the last one.
 
     `offsets[k] = lengths[0] + ... + lengths[k - 1]`
 
@@ -140,7 +140,7 @@ def lengths_to_offsets(lengths: ArrayLike) -> jax.Array:
 
 
 def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
-    """The number of elements in each segment.
+    """Returns the number of elements in each segment.
 
     `lengths[k] = offsets[k + 1] - offsets[k]`
 
@@ -164,7 +164,7 @@ def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
 
 
 def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
-    """The start and the length of each segment, from the lengths.
+    """Returns the start and the length of each segment, from the lengths.
 
     Args:
       lengths: integers `[K]`, not negative.
@@ -191,7 +191,7 @@ def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
 def segment_ids_to_ranges(
     segment_ids: ArrayLike, num_segments: int | None = None
 ) -> jax.Array:
-    """The start and the length of each segment, from sorted segment ids.
+    """Returns the start and the length of each segment, from sorted segment ids.
 
     An empty segment begins with the next non-empty segment, or at 0 if all later
     segments are empty.

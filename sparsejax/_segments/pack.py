@@ -80,7 +80,7 @@ def pack_segments(
 
 
 def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
-    """The first `lengths[s]` elements of each row s of `padded`, as segments.
+    """Returns the first `lengths[s]` elements of each row s of `padded`, as segments.
 
     The inverse of `pack_segments`, except for elements that it cut: a length above L
     counts as L.

@@ -624,7 +624,7 @@ class SegmentTensor:
         return elements.map_leaves(pad, pad_nested, st.values)
 
     def to_lists(self) -> Any:
-        """Each segment as a list of its elements; nested segments as nested lists.
+        """Lists the elements of each segment; nested segments as nested lists.
 
         A tree of such lists if values are a tree. The inverse of `from_lists`.
 
@@ -641,7 +641,7 @@ class SegmentTensor:
         return nested_lists.write(self.values, self.segment_ids, self.num_segments)
 
     def to_multi_hot(self, num_ids: int) -> jax.Array:
-        """The number of occurrences of each id in each segment.
+        """Counts the occurrences of each id in each segment.
 
         `out[k, v] = sum_{i: segment_ids[i] == k, values[i] == v} 1`
 
@@ -679,7 +679,7 @@ class SegmentTensor:
         )
 
     def sort(self) -> SegmentTensor:
-        """The same segments with contiguous elements, and empty elements last.
+        """Returns the same segments with contiguous elements, and empty elements last.
 
         Elements of a segment keep their order. Returns `self` if it is sorted.
 

@@ -23,7 +23,7 @@ _PARTITION = "sparsejax.partition"
 
 
 def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The distinct ids in ascending order, in an array of static size.
+    """Returns the distinct ids in ascending order, in an array of static size.
 
     `out[inverse[i]] == ids[i]`, so `sj.lookup(table, out)[inverse]` reads a table only
     once for each distinct id of a batch.

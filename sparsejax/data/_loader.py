@@ -219,7 +219,7 @@ class DataLoader:
         self._last = None
 
     def _facts(self) -> dict[str, Any]:
-        """The settings that determine which rows are in which batch."""
+        """Returns the settings that determine which rows are in which batch."""
         facts = dataclasses.asdict(self._sampler)
         _, facts["num_shards"] = facts.pop("shard")
         return facts

@@ -120,7 +120,7 @@ class NegativeSampler:
 
     @classmethod
     def uniform(cls, num_ids: int) -> Self:
-        """A sampler in which each id has probability `1 / V`.
+        """Makes a sampler in which each id has probability `1 / V`.
 
         Args:
           num_ids: int V.
@@ -129,7 +129,7 @@ class NegativeSampler:
 
     @classmethod
     def log_uniform(cls, num_ids: int) -> Self:
-        """A sampler by Zipf's law, `log((id + 2) / (id + 1)) / log(V + 1)`.
+        """Makes a Zipfian sampler, `log((id + 2) / (id + 1)) / log(V + 1)`.
 
         Ids must be sorted by frequency: id 0 is the most frequent. No array is stored.
 
@@ -140,7 +140,7 @@ class NegativeSampler:
 
     @classmethod
     def from_counts(cls, counts: ArrayLike, power: float = 0.75) -> Self:
-        """A sampler with probabilities proportional to `counts[id] ** power`.
+        """Makes a sampler with probabilities proportional to `counts[id] ** power`.
 
         Args:
           counts: numbers `[V]` on the host, for example `Vocabulary.counts(column)`. An
@@ -236,7 +236,7 @@ class NegativeSampler:
             ids = self._draw(key, shape)
 
         def log_expected(ids):
-            """The log of the expected count of ids `[*lead, ...]`."""
+            """Returns the log of the expected count of ids `[*lead, ...]`."""
             like = lambda x: x.reshape(*x.shape[:-1], *(1,) * (ids.ndim - x.ndim + 1))
             log_p = self.log_prob(ids) - like(log_kept)
             if not unique:
@@ -379,7 +379,7 @@ def _draw_log_uniform(
 
 
 def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The first n distinct ids of `found` and `drawn`, and the number of draws used.
+    """Keeps the first n distinct ids of `found` and `drawn`, and counts the draws used.
 
     Both are `[..., n]`, and -1 stands for no id. `found` has distinct ids, then -1.
     """

@@ -184,7 +184,7 @@ class _Pairs:
         return _scores.as_scalar(x, name, self.negative.dtype)
 
     def mean(self, losses: jax.Array) -> jax.Array:
-        """The mean over the negatives that count; 0 if there are none."""
+        """Averages over the negatives that count; 0 if there are none."""
         if self.where is None:
             return jnp.mean(losses, axis=-1)
         count = jnp.sum(self.where, axis=-1, dtype=losses.dtype)

@@ -144,7 +144,7 @@ def _scores_of(
     bias: Any,
     remove_accidental_hits: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The scores of the labels, `[..., T]`, and of the negatives, `[..., n]`.
+    """Scores the labels, `[..., T]`, and the negatives, `[..., n]`.
 
     The last result is True for the negatives that count.
     """
@@ -213,7 +213,7 @@ def _check_bias(bias: Any, height: int) -> Any:
 
 
 def _parts_of(negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
-    """The ids of `negatives`, their log-Q, and the log-Q of the labels, or None."""
+    """Returns the ids of `negatives`, their log-Q, and the labels' log-Q, or None."""
     if isinstance(negatives, NegativeSampler):
         fix = "Call sampler.sample(key, n, labels) in the step."
         found = "the NegativeSampler itself"

@@ -192,7 +192,7 @@ class SparseBlock(abc.ABC):
 
     @abc.abstractmethod
     def row_ids(self, inputs: PyTree) -> dict[str, Any]:
-        """The ids that `sparse_forward` will read, by table; integers of any shape.
+        """Returns the ids that `sparse_forward` will read, by table, of any shape.
 
         Duplicates are allowed. -1 marks an element that reads no row, such as padding;
         `Trainer` rejects any other id out of range.
@@ -210,7 +210,7 @@ class SparseBlock(abc.ABC):
         return self.sparse_forward(tables, params, inputs)
 
     def tables(self) -> dict[str, TableSpec]:
-        """The tables that the store must have, from all fields that are blocks.
+        """Returns the tables that the store must have, from all fields that are blocks.
 
         Raises:
           ValueError: two blocks use the same name for different tables.
@@ -235,7 +235,7 @@ class SparseBlock(abc.ABC):
         return found
 
     def init(self, key: jax.Array) -> Any:
-        """The dense parameters of each field that is a layer, by field name."""
+        """Makes the dense parameters of each field that is a layer, by field name."""
         fields = _layer_fields(self)
         key = _arguments.as_key(key)
         keys = jax.random.split(key, max(len(fields), 1))
@@ -323,7 +323,7 @@ def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _layer_fields(block: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are layers, or lists or dicts of layers."""
+    """Returns a dataclass's fields that are layers, or lists or dicts of layers."""
     fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(block):
         fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
@@ -362,7 +362,7 @@ def _init(x: Any, key: jax.Array) -> Any:
 
 
 def _blocks(x: Any) -> Iterator[SparseBlock]:
-    """The block `x`, or those in its lists and dicts; does not descend into blocks."""
+    """Yields the block `x`, or those in its lists and dicts; does not enter blocks."""
     if isinstance(x, SparseBlock):
         yield x
     elif isinstance(x, (Mapping, list, tuple)):

@@ -71,7 +71,7 @@ class SparseEmbedding(SparseBlock, Embedding):
         return {self.name: TableSpec(shape, self.param_dtype, self.embedding_init)}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """An empty dict: the table is in the store."""
+        """Returns an empty dict: the table is in the store."""
         _arguments.as_key(key)
         return {}
 
@@ -82,12 +82,12 @@ class SparseEmbedding(SparseBlock, Embedding):
     def sparse_forward(
         self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> Any:
-        """The rows of `inputs`."""
+        """Returns the rows of `inputs`."""
         del params  # this block has none
         return Embedding.__call__(self, {"embedding": tables[self.name]}, inputs)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """An empty dict, like the parameters."""
+        """Returns an empty dict, like the parameters."""
         return {}
 
 

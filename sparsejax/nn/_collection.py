@@ -146,7 +146,7 @@ class EmbeddingCollection:
         return places
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The parameters: one stack `[sum of V, D]` for each width and dtype.
+        """Makes the parameters: one stack `[sum of V, D]` for each width and dtype.
 
         Each table is drawn by its layer's initializer, with its own key.
 
@@ -170,7 +170,7 @@ class EmbeddingCollection:
         ids: Mapping[str, Any],
         weights: Mapping[str, ArrayLike] | None = None,
     ) -> dict[str, Any]:
-        """The embeddings of all features of a batch.
+        """Returns the embeddings of all features of a batch.
 
         Args:
           params: as returned by `init`. A stack may be a SelectedRows of pulled rows,
@@ -200,7 +200,7 @@ class EmbeddingCollection:
         return read_all(arrays, self._features(ids, {} if weights is None else weights))
 
     def row_ids(self, ids: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The rows of each stack that a batch reads, for pulling them from a store.
+        """Returns the rows of each stack that a batch reads, for pulling them.
 
         Args:
           ids: as in the call.
@@ -221,7 +221,7 @@ class EmbeddingCollection:
         return {name: jnp.concatenate(parts) for name, parts in rows.items()}
 
     def heights(self) -> dict[str, tuple[int, ...]]:
-        """By stack, the number of rows of each of its tables, in order.
+        """Returns, by stack, the number of rows of each of its tables, in order.
 
         For `sparsejax.parallel.plan(..., stacks=...)`, which can put each table of a
         stack on other devices.
@@ -239,7 +239,7 @@ class EmbeddingCollection:
     # -- one table ---------------------------------------------------------------
 
     def get_table(self, params: PyTree, table: str) -> Any:
-        """One table `[V, D]`; a SelectedRows if its stack is one, as in gradients.
+        """Returns one table `[V, D]`; in gradients a SelectedRows, as its stack is.
 
         Example:
           >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -290,7 +290,7 @@ class EmbeddingCollection:
         return {**params, name: scatter_assign(stack, rows, values)}
 
     def stack(self, tables: Mapping[str, Any]) -> dict[str, jax.Array]:
-        """The parameters, from a dict of all tables by name.
+        """Stacks a dict of all tables by name into the parameters.
 
         Raises:
           TypeError: `tables` is not a mapping with exactly the names of the tables.
@@ -309,7 +309,7 @@ class EmbeddingCollection:
         }
 
     def unstack(self, params: PyTree) -> dict[str, Any]:
-        """All tables by name; from gradients of the parameters, the tables' gradients.
+        """Splits into all tables by name; from gradients, into the tables' gradients.
 
         Example:
           >>> import jax, sparsejax as sj
@@ -321,7 +321,7 @@ class EmbeddingCollection:
         return {name: self.get_table(params, name) for name, _ in self.tables}
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
+        """Returns `tables=` of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj

@@ -102,7 +102,7 @@ class Dense:
         key: jax.Array,
         x: ArrayLike | CSRLike | Spec | None = None,
     ) -> dict[str, jax.Array]:
-        """The parameters: `{"kernel": [C, F], "bias": [F]}`.
+        """Makes the parameters: `{"kernel": [C, F], "bias": [F]}`.
 
         Args:
           key: PRNG key.
@@ -129,12 +129,12 @@ class Dense:
         return params
 
     def init_bias(self, key: jax.Array) -> jax.Array:
-        """The bias alone, `[F]`."""
+        """Makes the bias alone, `[F]`."""
         init, shape, dtype = self.bias_init, (self.features,), self.param_dtype
         return _layer.draw("bias_init", init, key, shape, dtype)
 
     def _columns_of(self, x: Any) -> int:
-        """The number of columns of an input; raises if it cannot be inferred."""
+        """Counts the columns of an input; raises if that cannot be inferred."""
         shape = () if x is None or isinstance(x, SegmentTensor) else np.shape(x)
         if not shape:
             raise ValueError(
@@ -178,7 +178,7 @@ class Dense:
         return out.astype(dtype)
 
     def row_ids(self, x: CSRLike) -> dict[str, Any]:
-        """The rows of the kernel that the call reads, for pulling them from a store.
+        """Returns the kernel's rows that the call reads, to pull them from a store.
 
         Args:
           x: a CSR matrix, as in the call. Its values are not read.
@@ -213,7 +213,7 @@ class Dense:
         return {"kernel": _row_ids.row_ids(index, skip, columns, self.mode)}
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
+        """Returns `tables=` of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj

@@ -66,7 +66,7 @@ class TableLayer:
         )
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """The parameters: `{"embedding": [V, D]}`.
+        """Makes the parameters: `{"embedding": [V, D]}`.
 
         Args:
           key: PRNG key.
@@ -85,7 +85,7 @@ class TableLayer:
         return {"embedding": _layer.draw("embedding_init", init, key, shape, dtype)}
 
     def table(self, params: PyTree) -> Any:
-        """The table in `params`, checked.
+        """Checks the table in `params`, and returns it.
 
         Args:
           params: as returned by `init`, or the table alone.
@@ -106,7 +106,7 @@ class TableLayer:
         return _layer.table_of(params, "embedding", shape, self.sparse_grad)
 
     def row_ids(self, ids: ArrayLike | SegmentTensor) -> dict[str, Any]:
-        """The ids of the rows that the call reads, for pulling them from a store.
+        """Returns the ids of the rows that the call reads, to pull them from a store.
 
         Args:
           ids: as in the call.
@@ -137,7 +137,7 @@ class TableLayer:
         return {"embedding": found}
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """The `tables=` argument of `sparsejax.value_and_grad` for the parameters.
+        """Returns `tables=` of `sparsejax.value_and_grad` for the parameters.
 
         Example:
           >>> import sparsejax as sj
@@ -202,7 +202,7 @@ class Embedding(TableLayer):
     embedding_init: Initializer = TABLE_INIT
 
     def __call__(self, params: PyTree, ids: ArrayLike | SegmentTensor) -> Any:
-        """The rows of `ids`.
+        """Returns the rows of `ids`.
 
         Args:
           params: as returned by `init`, or the table alone. The table may be a
@@ -229,7 +229,7 @@ class Embedding(TableLayer):
         return ids.map(lambda _: rows)
 
     def _rows(self, table: Any, ids: Any, inside: jax.Array | None) -> jax.Array:
-        """The rows of `ids`, with zeros where `inside` is False."""
+        """Returns the rows of `ids`, with zeros where `inside` is False."""
         skip = lookup.padding_mask(ids, self.padding_id)
         if inside is not None:
             skip = ~inside if skip is None else skip | ~inside
@@ -347,7 +347,7 @@ class EmbeddingBag(TableLayer):
         weights: ArrayLike | None = None,
         indices_are_sorted: bool = False,
     ) -> jax.Array:
-        """One row for each bag.
+        """Returns one row for each bag.
 
         Args:
           params: as returned by `init`, or the table alone. The table may be a

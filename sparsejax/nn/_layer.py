@@ -93,7 +93,7 @@ def check_dtype(name: str, value: Any) -> Any:
 
 
 def show(self: Any) -> str:
-    """The repr of a layer: its class and its non-default fields."""
+    """Shows a layer: its class and its non-default fields."""
     parts = []
     for field in dataclasses.fields(self):
         value = getattr(self, field.name)
@@ -113,7 +113,7 @@ def show(self: Any) -> str:
 def draw(
     name: str, initializer: Initializer, key: Any, shape: tuple, dtype: Any
 ) -> Any:
-    """A parameter's initial values; raises if they have the wrong shape."""
+    """Draws a parameter's initial values; raises if they have the wrong shape."""
     made = initializer(key, shape, dtype)
     if np.shape(made) != shape:
         raise ValueError(
@@ -134,7 +134,7 @@ def check_params(params: Any, names: Iterable[str]) -> None:
 
 
 def parameter(params: Any, name: str, shape: tuple) -> Any:
-    """One parameter, an array or a table of that shape; raises otherwise."""
+    """Checks that a parameter is an array or a table of that shape, and returns it."""
     value = table_or_none(params[name])
     if value is None or tuple(value.shape) != shape:
         shown = f"params[{name!r}]"
@@ -147,7 +147,7 @@ def parameter(params: Any, name: str, shape: tuple) -> Any:
 
 
 def table_of(params: Any, name: str, shape: tuple, sparse_grad: bool | None) -> Any:
-    """A parameter that is read by rows; with `sparse_grad=False` its gradient is dense.
+    """Returns a parameter read by rows; with `sparse_grad=False` its gradient is dense.
 
     The dense gradient comes from an identity that `sparsejax.grad` has no rule for, so
     it treats the read as a use of the whole table. If `tables=` requires a sparse

@@ -93,7 +93,7 @@ def as_matrix(x: Any, columns: int, mode: str = "drop") -> Any:
 
 
 def as_elements(x: Any, columns: int) -> SegmentTensor:
-    """The elements of a CSR matrix; raises for an array, which has every column."""
+    """Returns a CSR matrix's elements; raises for an array, which has every column."""
     if isinstance(x, SegmentTensor):
         return x  # unchanged: nothing is copied to a device
     matrix = as_matrix(x, columns)
@@ -113,7 +113,7 @@ def check_columns(x: SegmentTensor, columns: int) -> None:
 
 
 def _other_columns(shape: tuple, columns: int) -> ValueError:
-    """The error for a matrix whose last axis is not `columns`."""
+    """Makes the error for a matrix whose last axis is not `columns`."""
     return ValueError(
         f"x must have {columns} columns (in_features), got shape {shape}."
     )
@@ -146,7 +146,7 @@ def _is_real(dtype: Any) -> bool:
 
 
 def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
-    """The dtype of `x @ weights`: `dtype`, or the promoted dtype of both."""
+    """Returns the dtype of `x @ weights`: `dtype`, or the promoted dtype of both."""
     if dtype is not None:
         return dtype
     factor = x.value if isinstance(x, Csr) else x

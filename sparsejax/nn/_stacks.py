@@ -132,14 +132,14 @@ class Feature:
         return self.table[0], self.mode, self.layer.max_norm, *how
 
     def row_ids(self) -> jax.Array:
-        """The rows as `[n]`, for pulling them."""
+        """Returns the rows as `[n]`, for pulling them."""
         rows = self.rows.reshape(-1)
         if self.mode == "zero":  # which reads no row out of range
             rows = jnp.maximum(rows, _arguments.scalar(PADDING, rows))
         return rows
 
     def result(self, x: jax.Array) -> Any:
-        """The rows read, or the bags, in the shape and dtype of the result."""
+        """Returns the rows read, or the bags, in the shape and dtype of the result."""
         x = x.reshape(*self.shape, *x.shape[1:])
         x = x if self.layer.dtype is None else x.astype(self.layer.dtype)
         if self.is_lookup and self.segments is not None:
@@ -190,7 +190,7 @@ def _as_weights(
 
 
 def read_all(stacks: Mapping[str, Any], features: Sequence[Feature]) -> dict[str, Any]:
-    """The result of each feature, by name."""
+    """Returns the result of each feature, by name."""
     groups: dict[Any, list[Feature]] = {}
     for feature in features:
         is_pulled = isinstance(stacks[feature.table[0]], SelectedRows)
@@ -223,7 +223,7 @@ def _read_group(stack: Any, mode: str, group: Sequence[Feature]) -> dict[str, An
 def _read(
     stack: Any, mode: str, how: Feature, rows: Any, weights: Any, segments: Any = None
 ) -> jax.Array:
-    """The rows, or their bags, of all features that are read as `how`."""
+    """Reads the rows, or their bags, of all features that are read as `how`."""
     if how.is_lookup:
         skip = rows == _arguments.scalar(PADDING, rows)
         out = lookup.read(stack, rows, skip, mode)
@@ -282,7 +282,7 @@ def _read_by_example(
 
 
 def _join(parts: Sequence[jax.Array]) -> Any:
-    """The parts in a row; None if there are none."""
+    """Joins the parts in a row; None if there are none."""
     return jnp.concatenate(parts) if len(parts) > 1 else next(iter(parts), None)
 
 

@@ -179,7 +179,7 @@ class Trainer:
     def step(
         self, batch: PyTree, rows: Mapping[str, SelectedRows] | None = None
     ) -> jax.Array:
-        """One step on one batch: pull, run, push.
+        """Takes one step on one batch: pull, run, push.
 
         Args:
           batch: a tree of arrays and SegmentTensors; a scipy CSR matrix in it becomes a
@@ -215,7 +215,7 @@ class Trainer:
     # -- without training ---------------------------------------------------------
 
     def predict(self, batch: PyTree) -> Any:
-        """The block's outputs for a batch, without an update."""
+        """Returns the block's outputs for a batch, without an update."""
         batch = self._on_device(batch)
         rows = self._padded(self._pull(batch))
         with self._explained():
@@ -272,7 +272,7 @@ class Trainer:
         return self.block.sparse_forward(tables, params, self._inputs(batch))
 
     def _loss_of(self, params: Any, batch: Any) -> Any:
-        """The loss of `(pulled, params)`."""
+        """Returns the loss of `(pulled, params)`."""
         pulled, dense = params
         return self._loss(self._outputs(pulled, dense, batch), batch)
 
@@ -319,7 +319,7 @@ class Trainer:
             )
 
     def _on_device(self, batch: Any) -> Any:
-        """The batch with scipy matrices replaced by SegmentTensors.
+        """Replaces scipy matrices in the batch by SegmentTensors.
 
         The capacities for their elements grow in powers of two and never shrink.
         """
@@ -461,7 +461,7 @@ def _kind(x: Any) -> str:
 
 
 def _pad(rows: SelectedRows, capacity: int) -> SelectedRows:
-    """The same rows with more empty slots, `capacity` slots in all."""
+    """Adds empty slots, up to `capacity` slots in all."""
     more = capacity - rows.capacity
     if more == 0:
         return rows

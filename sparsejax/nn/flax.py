@@ -73,7 +73,7 @@ class Layer(linen.Module):
 
 
 def _to_state(tree: Any) -> dict[str, Any]:
-    """The leaves under their paths; row ids, which msgpack cannot hold, as words."""
+    """Returns leaves by path; row ids, which msgpack cannot hold, as words."""
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     words = lambda x: jax.random.key_data(x) if is_key(x) else x
     leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -81,7 +81,7 @@ def _to_state(tree: Any) -> dict[str, Any]:
 
 
 def _from_state(target: Any, state: dict[str, Any]) -> Any:
-    """A tree like `target` with the leaves of `state`."""
+    """Returns a tree like `target` with the leaves of `state`."""
     kinds = lambda t: {k: (np.shape(x), x.dtype) for k, x in t.items()}
     wanted = _to_state(target)
     if kinds(wanted) != kinds(state):

@@ -220,7 +220,7 @@ def _check_transformation(tx: Any) -> None:
 
 
 def _paths(variables: Sequence[Any]) -> list[str]:
-    """A name for each variable: its path, with a number if it is not unique."""
+    """Names each variable by its path, with a number if it is not unique."""
     count = collections.Counter(v.path for v in variables)
     return [
         v.path if count[v.path] == 1 else f"{v.path}:{k}"
@@ -229,7 +229,7 @@ def _paths(variables: Sequence[Any]) -> list[str]:
 
 
 def _saved_order(leaves: Sequence[Any], paths: Sequence[str]) -> list[int]:
-    """The leaves of a state in the order in which they are saved.
+    """Returns the leaves of a state in the order in which they are saved.
 
     JAX sorts the keys of a dict. Keras may give the layers of a loaded model other
     names, so leaves that follow variables are in the order of the variables.
@@ -286,7 +286,7 @@ class SparseModel(keras.Model):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A functional model if inputs and outputs are given, as of `keras.Model`."""
+        """Makes a functional model from inputs and outputs, as `keras.Model` does."""
         is_functional = cls is SparseModel and _is_functional(args, kwargs)
         return super().__new__(SparseFunctional if is_functional else cls)
 
@@ -345,7 +345,7 @@ class SparseModel(keras.Model):
             )
 
     def train_step(self, state: Any, data: Any) -> Any:
-        """One step; Keras jits it and donates the state."""
+        """Takes one step; Keras jits it and donates the state."""
         trainable, others, optimizer_variables, metrics = state
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         paths = _paths(self.trainable_variables)
@@ -379,7 +379,7 @@ class SparseModel(keras.Model):
         return logs, (trainable, others, optimizer_variables, metrics)
 
     def explain(self, x: Any) -> Any:
-        """Which variables have sparse gradients on a batch, and why the others do not.
+        """Shows which variables have sparse gradients on a batch, and why others not.
 
         Args:
           x: the inputs of one batch. The loss is the sum of the outputs and of the
@@ -413,7 +413,7 @@ class SparseFunctional(SparseModel, _Functional):
 
 
 def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """As Keras tells `Model(inputs, outputs)` from `Model(name=...)`."""
+    """Tells `Model(inputs, outputs)` from `Model(name=...)`, as Keras does."""
     if len(args) == 2 or (len(args) == 1 and "outputs" in kwargs):
         return True
     return "inputs" in kwargs and "outputs" in kwargs

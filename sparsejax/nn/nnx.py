@@ -249,7 +249,7 @@ class _Call:
         return jax.tree.leaves((states, self._args, self._kwargs, self._others))
 
     def program(self, fun: Any, has_aux: bool) -> Callable[..., Any]:
-        """A function of `states` that returns the loss and the arrays that it changes.
+        """Makes a function of `states` that returns the loss and the arrays it changes.
 
         A table that `fun` has not changed stays out of the program's outputs, where it
         would be copied.
@@ -276,7 +276,7 @@ class _Call:
         return pure_fun
 
     def _merge(self, states: Any) -> Any:
-        """The arguments with modules, inside of the program."""
+        """Rebuilds the arguments with their modules, inside the program."""
         args = tuple(
             _with_state(x, state) if wanted else x
             for x, state, wanted in zip(self._args, states, self._is_differentiated)
@@ -299,7 +299,7 @@ class _Call:
 
 
 def _by_position(fun: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments, by position if `fun` allows it, as in flax."""
+    """Orders the arguments by position, if `fun` allows it, as flax does."""
     try:
         bound = inspect.signature(fun).bind(*args, **kwargs)
     except (TypeError, ValueError):  # the call itself raises
@@ -312,12 +312,12 @@ def _is_node(x: Any) -> bool:
 
 
 def _state(x: Any) -> Any:
-    """The state of a module, as its gradient has it."""
+    """Returns the state of a module, as its gradient has it."""
     return x.state if _is_node(x) else x
 
 
 def _with_state(x: Any, state: Any) -> Any:
-    """The inverse of `_state`, with new states in the nodes of `x`."""
+    """Inverts `_state`: puts new states into the nodes of `x`."""
     nodes, shape = jax.tree.flatten(x, is_leaf=_is_node)
     new = [
         nnx.NodeStates.from_split(node.graphdef, part) if _is_node(node) else part

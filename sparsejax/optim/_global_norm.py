@@ -13,7 +13,7 @@ from sparsejax._rows import indexing, is_selected_rows
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """The Euclidean norm over all leaves of a tree, including SelectedRows.
+    """Returns the Euclidean norm over all leaves of a tree, including SelectedRows.
 
     `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the dense array
     that it represents: duplicates are summed before squaring, and empty slots are zero.

@@ -30,7 +30,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def flatten_params(grads: Any, params: Any) -> list[Any] | None:
-    """The leaves of `params` in the order of the leaves of `grads`, or None."""
+    """Returns the leaves of `params` in the order of the leaves of `grads`, or None."""
     if params is None:
         return None
     try:
@@ -70,7 +70,7 @@ def without_variables(tree: Any) -> Any:
 def transformation(
     init: Callable[..., Any], update: Callable[..., Any]
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation whose state may come from an `nnx.Optimizer`.
+    """Makes a transformation whose state may come from an `nnx.Optimizer`.
 
     `nnx.Optimizer.update` takes each node of a new state apart, and puts a `State` of
     its children in its place. `update` gets ShardedTables again.
@@ -94,12 +94,12 @@ def transformation(
 
 
 def in_structure_of(tree: Any, new: Any) -> Any:
-    """The leaves of `new` in the structure of `tree`, with its variables."""
+    """Puts the leaves of `new` into the structure of `tree`, with its variables."""
     return jax.tree.structure(tree).unflatten(jax.tree.leaves(new))
 
 
 def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
-    """The leaves of `ids`, by the index of the leaf of `params` at the same path.
+    """Returns the leaves of `ids` by the index of the `params` leaf at the same path.
 
     Args:
       name: of the argument, for messages.
@@ -120,7 +120,7 @@ def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
 
 
 def to_spec(x: Any) -> Any:
-    """A leaf as ShapeDtypeStruct; None and MaskedNode stay, other objects are None."""
+    """Makes a leaf a ShapeDtypeStruct; keeps None, MaskedNode; else returns None."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
     if isinstance(x, (bool, int, float, complex)):
@@ -139,12 +139,12 @@ class StackSpec(jax.ShapeDtypeStruct):
 
 
 def row_axes(spec: Any) -> int:
-    """The number of axes of a table that run over its rows."""
+    """Returns the number of axes of a table that run over its rows."""
     return 2 if isinstance(spec, StackSpec) else 1
 
 
 def reshaped(spec: Any, shape: Sequence[int]) -> Any:
-    """A spec of the same kind and dtype."""
+    """Makes a spec of the same kind and dtype with another shape."""
     kind = StackSpec if isinstance(spec, StackSpec) else jax.ShapeDtypeStruct
     return kind(tuple(shape), spec.dtype)
 
@@ -157,12 +157,12 @@ def is_float_array(spec: Any) -> bool:
 
 
 def arrays(specs: Sequence[Any]) -> list[Any]:
-    """The specs of the leaves that are arrays, of JAX's own type."""
+    """Returns the specs of the leaves that are arrays, of JAX's own type."""
     return [plain(s) for s in specs if not is_none_or_masked(s)]
 
 
 def fill(treedef: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> Any:
-    """The tree with these arrays at the leaves that are arrays."""
+    """Puts these arrays at the leaves of the tree that are arrays."""
     present = iter(arrays)
     return treedef.unflatten(
         s if is_none_or_masked(s) else next(present) for s in specs
@@ -170,7 +170,7 @@ def fill(treedef: Any, specs: Sequence[Any], arrays: Sequence[Any]) -> Any:
 
 
 def plain(spec: Any) -> Any:
-    """A spec of JAX's own type."""
+    """Returns a spec of JAX's own type."""
     if isinstance(spec, StackSpec):
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     return spec

@@ -36,7 +36,7 @@ def reduce_bags(
     segments: tuple[jax.Array, Any] | None,
     combiner: str,
 ) -> jax.Array:
-    """The bags of `sparsejax.embedding_bag`, from checked arguments.
+    """Reduces the bags of `sparsejax.embedding_bag`, from checked arguments.
 
     Over Explicit axes bags of padded ids are sharded like `ids`, and bags of segment
     ids are on every device.
@@ -82,12 +82,12 @@ def pad_examples(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
 
 
 def remove_padding(x: jax.Array, count: int) -> jax.Array:
-    """The first `count` of padded examples."""
+    """Returns the first `count` of padded examples."""
     return x if x.shape[0] == count else replicate(x)[:count]
 
 
 def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
-    """The bags of rows `[B, L, ...]`; each device reduces its own."""
+    """Returns the bags of rows `[B, L, ...]`; each device reduces its own."""
 
     def body(rows, skip, *weights):
         return _reduce(indexing.merge_axes(rows, 2), skip, weights, combiner)

@@ -264,7 +264,7 @@ def _orbax() -> Any:
 
 
 def _manager(orbax: Any, path_or_manager: Any) -> Any:
-    """The CheckpointManager; None for a path."""
+    """Returns the CheckpointManager; None for a path."""
     is_manager = isinstance(path_or_manager, orbax.CheckpointManager)
     return path_or_manager if is_manager else None
 
@@ -278,7 +278,7 @@ def _absolute(path: Any) -> str:
 
 
 def _describe(tree: Any) -> dict[str, str]:
-    """By path, the shape and type of each leaf, and the meaning of row ids.
+    """Returns, by path, each leaf's shape and type, and the meaning of row ids.
 
     A SelectedRows has its height. A ShardedTable whose child is a SelectedRows has its
     layout, because its rows are positions.
@@ -331,7 +331,7 @@ def _is_table(x: Any) -> bool:
 
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """The differences in words, five at most; empty if there are none."""
+    """Returns the differences in words, five at most; empty if there are none."""
     found = [f"{name} was not saved" for name in wanted if name not in saved]
     found += [
         f"{name} was saved but is missing" for name in saved if name not in wanted
@@ -349,7 +349,7 @@ def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 
 def _to_save(x: Any) -> Any:
-    """A leaf as orbax accepts it; None for an array without elements."""
+    """Returns a leaf as orbax accepts it; None for an array without elements."""
     if math.prod(np.shape(x)) == 0:
         return None  # orbax stores no such arrays
     if _is_table(x):
@@ -363,7 +363,7 @@ def _to_save(x: Any) -> Any:
 
 
 def _without_masked_tables(tree: Any) -> Any:
-    """The tree with a table that optax has masked as an array that it has masked.
+    """Returns the tree with each table that optax masked as a masked array.
 
     A label function leaves `ShardedTable(MaskedNode())` of a table, and `MaskedNode()`
     of an array; a table may be restored as the other.
@@ -397,7 +397,7 @@ def _restore_args(orbax: Any, x: Any) -> Any:
 
 
 def _as_tree(like: Any, found: Any, sums: Mapping[str, int]) -> Any:
-    """The restored tree with the structure and the leaf types of `like`."""
+    """Returns the restored tree with the structure and the leaf types of `like`."""
     leaves, treedef = jax.tree.flatten(
         like, is_leaf=lambda x: _is_table(x) or _is_none(x)
     )
@@ -410,7 +410,7 @@ def _as_tree(like: Any, found: Any, sums: Mapping[str, int]) -> Any:
 
 
 def _as_leaf(like: Any, found: Any) -> Any:
-    """The restored value with the type of the leaf `like`."""
+    """Returns the restored value with the type of the leaf `like`."""
     if _is_table(like):
         return dataclasses.replace(like, values=_values_like(like, found))
     if found is None:  # it has no elements
@@ -438,7 +438,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _sharding(x: Any) -> Any:
-    """The sharding of a leaf once restored; None if uncommitted or a NumPy array."""
+    """Returns a restored leaf's sharding; None if uncommitted or a NumPy array."""
     sharding = getattr(x, "sharding", None)
     # Shardings from eval_shape over Explicit axes have no devices.
     placed = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
@@ -453,7 +453,7 @@ def _is_none(x: Any) -> bool:
 
 
 def _checksums(tree: Any, found: list[Any]) -> dict[str, int]:
-    """By path in `tree`, the checksum of each leaf as orbax stores it.
+    """Returns, by path in `tree`, the checksum of each leaf as orbax stores it.
 
     The sum of the array's words, each times an odd number that depends on its place,
     modulo 2^32. So a change of one word is always found, zeros behind the rows of a
@@ -506,12 +506,12 @@ def _weighed(words: Any, place: Any) -> Any:
 
 
 def _block_rows(table: ShardedTable) -> int:
-    """The rows of each device in the order of ids."""
+    """Returns the rows of each device in the order of ids."""
     return Block().per_shard(table.height, table.num_shards)
 
 
 def _by_id(table: ShardedTable) -> jax.Array:
-    """The rows of a table in the order of ids, zeros behind them, sharded by blocks."""
+    """Returns a table's rows by id, then zeros, sharded by blocks."""
     table = table.map(lambda values: jax.device_put(values, table.sharding))
     if table.layout.is_by_id:
         return table.values
@@ -549,7 +549,7 @@ def _to_blocks(table: ShardedTable) -> jax.Array:
 
 @jax.jit
 def _from_blocks(table: ShardedTable) -> jax.Array:
-    """The stored values of a table whose `values` are its rows in the order of ids."""
+    """Returns a table's stored values from its rows in the order of ids, `values`."""
     by_id = dataclasses.replace(table, layout=Block())
     position_of = lambda at: by_id.position(table.ids_at(at))
     rows = table.rows_per_shard

@@ -71,7 +71,7 @@ def costs_of(
     state: tuple[int, int],
     wire_dtype: Any,
 ) -> dict[str, Cost]:
-    """The formulas of this module, in whole bytes; `sent` is the rows sent by rows."""
+    """Applies the module's formulas, in whole bytes; `sent` is rows sent by rows."""
     height, *content = spec.shape
     row, id_bytes = _bytes_of(spec)
     sent_row, _ = _bytes_of(spec, wire_dtype)
@@ -112,7 +112,7 @@ def cost_table_wise(
     state: tuple[int, int],
     wire_dtype: Any,
 ) -> tuple[TableWise, Cost]:
-    """A layout of a stack with its tables in groups of devices, and its cost."""
+    """Returns a stack's layout with tables in groups of devices, and its cost."""
     # By read and table the bags of a device. Unknown ids are shared equally.
     starts = np.cumsum([0, *heights[:-1]])
     bags = np.zeros((len(reads), len(heights)))
@@ -144,7 +144,7 @@ def cost_table_wise(
 def state_bytes(
     leaves: Sequence[Any], treedef: Any, tx: Any, tables: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """For each parameter, bytes of state with its shape, and of other state by rows.
+    """Returns, by parameter, bytes of state with its shape, and of other row state.
 
     State belongs to a table if it gets longer with it. Each table gets longer by
     another number of rows, since masks, labels and capacities need the whole tree.

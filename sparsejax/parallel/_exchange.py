@@ -138,7 +138,7 @@ class Owners:
         return max(1, min(n, self.rows, capacity))
 
     def max_received(self, slots: int, positions: jax.Array) -> int:
-        """The most distinct rows that an owner can receive for global positions."""
+        """Returns the most distinct rows that an owner can receive for positions."""
         here = positions.size // self.devices
         senders = self.devices if slots else self.devices // self.count
         return max(1, min(self.rows, senders * min(here, self.rows)))
@@ -146,7 +146,7 @@ class Owners:
     # -- for the body of a `shard_map` -------------------------------------------
 
     def to_positions(self, rows: jax.Array) -> jax.Array:
-        """This owner's row numbers as positions; R becomes `height`."""
+        """Turns this owner's row numbers into positions; R becomes `height`."""
         wide = _arguments.index_dtype(self.height, rows.dtype)
         first = lax.axis_index(self.axes).astype(wide) * np.array(self.rows, wide)
         none = rows >= _arguments.scalar(self.rows, rows)
@@ -166,7 +166,7 @@ class Owners:
         return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
 
     def all_rows_to_all(self, rows: jax.Array) -> jax.Array:
-        """As `all_to_all`, for `[N, C, ...]` rows, sent in `wire_dtype`."""
+        """Implements `all_to_all`, for `[N, C, ...]` rows, sent in `wire_dtype`."""
         if self.count == 1:
             return rows
         return send_rows(rows, self.axes, self.wire_dtype)
@@ -177,7 +177,7 @@ class Owners:
         return lax.all_gather(x, axes, tiled=True) if axes else x
 
     def gather_replica_rows(self, x: jax.Array) -> jax.Array:
-        """As `gather_replicas`, for rows, sent in `wire_dtype`."""
+        """Implements `gather_replicas`, for rows, sent in `wire_dtype`."""
         wire = self.wire_dtype
         if wire is None or not self.replica_axes:
             return self.gather_replicas(x)
@@ -215,7 +215,7 @@ class Metrics(NamedTuple):
 
 
 def no_metrics() -> Metrics:
-    """The metrics of an exchange without ids."""
+    """Returns the metrics of an exchange without ids."""
     zero = jnp.zeros((), jnp.int32)
     return Metrics(zero, zero, zero, zero, jnp.zeros((), jnp.float32))
 
@@ -223,7 +223,7 @@ def no_metrics() -> Metrics:
 def measure(
     owners: Owners, slots: int, positions: jax.Array, dtype: Any, row: tuple[int, ...]
 ) -> Metrics:
-    """The cost of exchanging the rows at `positions`, without the exchange."""
+    """Returns the cost of exchanging the rows at `positions`, without the exchange."""
 
     def body(positions):
         rounds = Rounds.of(owners, slots, positions)
@@ -288,13 +288,13 @@ class Rounds(NamedTuple):
         return self.slots >= min(self.slot.size, self.owners.rows)
 
     def _places(self, sent: Any) -> tuple[jax.Array, jax.Array]:
-        """For the slots `[N, C]` of a round: places in `rows`, and which are used."""
+        """Returns the places in `rows` of a round's slots `[N, C]`, and a mask."""
         slot = np.arange(self.slots, dtype=np.int32).reshape(1, -1)
         within = jnp.reshape(sent, (-1, 1)) + slot
         return self.first.reshape(-1, 1) + within, within < self.size.reshape(-1, 1)
 
     def ids(self, sent: Any) -> jax.Array:
-        """The owners' row numbers `[N, C]` of one round; R in empty slots."""
+        """Returns the owners' row numbers `[N, C]` of one round; R in empty slots."""
         at, used = self._places(sent)
         starts = np.arange(self.owners.count).reshape(-1, 1) * self.owners.rows
         ids = indexing.take_rows(self.rows, at) - starts.astype(self.rows.dtype)
@@ -409,7 +409,7 @@ def rearrange(
     rows: int,
     position_of: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
-    """The rows of a sharded table in another order, without a whole table anywhere.
+    """Puts a sharded table's rows in another order, with no whole table anywhere.
 
     Args:
       owners: static.
@@ -437,7 +437,7 @@ def rearrange(
 def _read_here(
     owners: Owners, slots: int, values: jax.Array, positions: jax.Array
 ) -> jax.Array:
-    """The rows at this device's positions, in the body of a `shard_map`."""
+    """Returns the rows at this device's positions, in the body of a `shard_map`."""
     if not slots:
         return _read_own_rows(values, owners.to_own_rows(positions))
     row = values.shape[1:]
@@ -479,7 +479,7 @@ def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
 def _add(
     cotangent: jax.Array, positions: jax.Array, *, owners: Owners, slots: int
 ) -> jax.Array:
-    """The transpose of `_read`: sums cotangents of rows into a table `[N * R, ...]`."""
+    """Transposes `_read`: sums cotangents of rows into a table `[N * R, ...]`."""
     row, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
 
     def body(cotangent, positions):
@@ -698,6 +698,6 @@ def receive_by_ranges(
 def _at_this_owner(
     owners: Owners, positions: jax.Array, values: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """This owner's row numbers and values, of its replicas too; nothing is merged."""
+    """Returns the owner's row numbers and values, replicas' too; merges nothing."""
     rows = owners.to_own_rows(positions)
     return owners.gather_replicas(rows), owners.gather_replica_rows(values)

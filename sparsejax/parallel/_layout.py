@@ -61,28 +61,28 @@ class Mod:
         return max(1, -(-height // shards))
 
     def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
-        """The position of each id in range; arbitrary for ids out of range."""
+        """Returns the position of each id in range; arbitrary for ids out of range."""
         n, rows = _scalars(ids, shards, self.per_shard(height, shards))
         return jnp.remainder(ids, n) * rows + jnp.floor_divide(ids, n)
 
     def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
-        """The id at each position in range; for padding, `height` or more."""
+        """Returns the id at each position in range; for padding, `height` or more."""
         n, rows = _scalars(positions, shards, self.per_shard(height, shards))
         part, row = jnp.floor_divide(positions, rows), jnp.remainder(positions, rows)
         return row * n + part
 
     def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
-        """The number of the device that owns each id in range; runs on the host."""
+        """Returns the owner device's number of each id in range; runs on the host."""
         return ids % shards
 
     def pieces(
         self, shard: int, height: int, shards: int
     ) -> Iterator[tuple[int, range]]:
-        """The rows of one device, as pairs of a first row and the ids from there on."""
+        """Returns pairs of a first row and the ids from there on, for one device."""
         yield 0, range(shard, max(shard, height), shards)
 
     def filled(self, shard: Any, height: int, shards: int) -> Any:
-        """The rows of a device that are not padding; `shard` may be traced."""
+        """Returns the rows of a device that are not padding; `shard` may be traced."""
         return (height - shard + shards - 1) // shards
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
@@ -91,7 +91,7 @@ class Mod:
         return jnp.swapaxes(parts, 0, 1).reshape(values.shape)
 
     def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
-        """The inverse of `in_order`: rows in the order of ids, `[N * R, ...]`."""
+        """Inverts `in_order`: rows in the order of ids, `[N * R, ...]`."""
         parts = rows.reshape(-1, shards, *rows.shape[1:])
         return jnp.swapaxes(parts, 0, 1).reshape(rows.shape)
 
@@ -118,34 +118,34 @@ class Block:
         return max(1, -(-height // shards))
 
     def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
-        """The id itself."""
+        """Returns the id itself."""
         return ids
 
     def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
-        """The position itself."""
+        """Returns the position itself."""
         return positions
 
     def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
-        """The number of the device that owns each id in range; runs on the host."""
+        """Returns the owner device's number of each id in range; runs on the host."""
         return ids // self.per_shard(height, shards)
 
     def pieces(
         self, shard: int, height: int, shards: int
     ) -> Iterator[tuple[int, range]]:
-        """One piece: neighbouring ids."""
+        """Returns one piece: neighbouring ids."""
         rows = self.per_shard(height, shards)
         yield 0, range(min(height, shard * rows), min(height, (shard + 1) * rows))
 
     def filled(self, shard: Any, height: int, shards: int) -> Any:
-        """The number of rows of a device that are not padding; 0 or less if none."""
+        """Counts a device's rows that are not padding; 0 or less if none."""
         return height - shard * self.per_shard(height, shards)
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
-        """The stored rows, which are in the order of ids."""
+        """Returns the stored rows, which are in the order of ids."""
         return values
 
     def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
-        """The rows as they are."""
+        """Returns the rows as they are."""
         return rows
 
 
@@ -215,7 +215,7 @@ class TableWise:
         return np.cumsum([0, *self.heights[:-1]])
 
     def table_of(self, row: int) -> int:
-        """The number of the table that has a row of the stack."""
+        """Returns the number of the table that has a row of the stack."""
         return int(np.searchsorted(self.starts, row, side="right")) - 1
 
     def split_axes(
@@ -260,7 +260,7 @@ class TableWise:
         return max(1, int(_group_rows(self, shards)[1].max()))
 
     def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
-        """The position of each id in range; arbitrary for ids out of range."""
+        """Returns the position of each id in range; arbitrary for ids out of range."""
         m, per_shard = shards // self.num_groups, self.per_shard(height, shards)
         table = _last_at_most(self.starts, ids)
         first = np.asarray(self.groups) * m * per_shard + _group_rows(self, shards)[0]
@@ -270,7 +270,7 @@ class TableWise:
         return _pick(first, table, ids) + within
 
     def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
-        """The id at each position in range; for padding, `height`."""
+        """Returns the id at each position in range; for padding, `height`."""
         per_shard = self.per_shard(height, shards)
         m, rows = _scalars(positions, shards // self.num_groups, per_shard)
         part, row = jnp.floor_divide(positions, rows), jnp.remainder(positions, rows)
@@ -287,7 +287,7 @@ class TableWise:
         return jnp.where(known, ids + pick(self.starts), none)
 
     def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
-        """The number of the device that owns each id in range; runs on the host."""
+        """Returns the owner device's number of each id in range; runs on the host."""
         m, starts = shards // self.num_groups, self.starts
         table = np.searchsorted(starts, ids, side="right") - 1
         return np.asarray(self.groups)[table] * m + (ids - starts[table]) % m
@@ -295,7 +295,7 @@ class TableWise:
     def pieces(
         self, shard: int, height: int, shards: int
     ) -> Iterator[tuple[int, range]]:
-        """A piece for each table of the device's group."""
+        """Returns a piece for each table of the device's group."""
         m, offsets = shards // self.num_groups, _group_rows(self, shards)[0]
         for k, (start, rows) in enumerate(zip(self.starts.tolist(), self.heights)):
             if self.groups[k] == shard // m:
@@ -322,7 +322,7 @@ LAYOUTS = {"mod": Mod(), "block": Block()}
 def balance(
     heights: Sequence[int], loads: Sequence[float], num_groups: int
 ) -> TableWise:
-    """The layout whose groups have about equal loads, and equal numbers of rows.
+    """Makes the layout whose groups have about equal loads and numbers of rows.
 
     Tables are placed in descending order of load. Each goes to the group that is then
     the least full, by the larger of its shares of load and of rows.
@@ -345,7 +345,7 @@ def balance(
 
 @functools.lru_cache(maxsize=64)
 def _group_rows(layout: TableWise, shards: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each table its first row on the devices of its group; the rows of groups."""
+    """Returns each table's first row on its group's devices, and the rows of groups."""
     m = shards // layout.num_groups
     used = np.zeros(layout.num_groups, np.int64)
     offsets = []
@@ -360,7 +360,7 @@ def _scalars(like: jax.Array, *numbers: int) -> Iterator[Any]:
 
 
 def _last_at_most(ascending: np.ndarray, x: jax.Array) -> jax.Array:
-    """The index of the last element that is at most x; 0 if there is none."""
+    """Returns the index of the last element that is at most x; 0 if there is none."""
     found = jnp.searchsorted(jnp.asarray(ascending.astype(x.dtype)), x, side="right")
     return jnp.maximum(found - 1, 0)
 

@@ -87,7 +87,7 @@ class RangePasses:
         program: block_pass.Program,
         writes: Sequence[int],
     ) -> tuple[list[jax.Array], Any]:
-        """The tables that were written, and the update, a merged ShardedRows."""
+        """Returns the written tables and the update, a merged ShardedRows."""
         if program.has_branches:  # their equations have a mesh other than the owner's
             raise NotByRows("a conditional, at an owner")
         owners, most = self._owners, self._most

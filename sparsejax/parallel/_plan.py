@@ -117,7 +117,7 @@ class Plan:
         return NamedSharding(self.mesh, PartitionSpec(self.axis))
 
     def apply(self, params: PyTree) -> Any:
-        """The parameters on the devices: each table as planned, all else replicated.
+        """Places the parameters: each table as planned, all else replicated.
 
         A row-sharded table becomes a `ShardedTable`, which the model reads as it reads
         an array; with a tenth more than the capacity that was measured, since batches
@@ -170,7 +170,7 @@ class Plan:
         )
 
     def describe(self, *, bytes_per_second: float = 50e9) -> str:
-        """The plan as text: for each table its layout and its cost for a device.
+        """Shows the plan as text: for each table its layout and its cost for a device.
 
         Args:
           bytes_per_second: the bandwidth of a device. The last column is the bytes of a
@@ -339,7 +339,7 @@ def plan(
 
 
 def _whole_name(given: str, names: Iterable[str]) -> str:
-    """The one table name that ends with the given key."""
+    """Returns the one table name that ends with the given key."""
     ends = str(given), f"[{given!r}]", f".{given}"
     matches = [name for name in names if name == given]
     matches = matches or [name for name in names if name.endswith(ends)]
@@ -421,7 +421,7 @@ def _table_plan(
 
 
 def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
-    """The most distinct in-range ids on any device, with samples sharded evenly."""
+    """Returns the most distinct in-range ids of a device; shards samples evenly."""
 
     def part(sample, k):
         here = -(-sample.size // devices)
@@ -438,7 +438,7 @@ def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> i
 def _overrule(
     tables: Sequence[TablePlan], layouts: Mapping[str, str]
 ) -> tuple[Sequence[TablePlan], dict[str, str]]:
-    """The tables with the layouts in `layouts`, and these layouts by whole name."""
+    """Gives the tables the layouts in `layouts`; also returns these by whole name."""
     known = {table.name: table for table in tables}
     chosen: dict[str, str] = {}
     for given, layout in layouts.items():

@@ -38,7 +38,7 @@ Reads = tuple[list[Any], Any, list[str], list[list[Read] | None]]
 
 
 def reads_of_ids(tables: PyTree, batch: PyTree) -> Reads:
-    """The reads of each table from its ids, or their number; as `reads_in_loss`."""
+    """Returns each table's reads from its ids, or their number; as `reads_in_loss`."""
     is_shape = lambda x: isinstance(x, tuple) and all(isinstance(n, int) for n in x)
     is_leaf = lambda x: isinstance(x, ShardedTable) or is_shape(x)
     named, treedef = jax.tree_util.tree_flatten_with_path(tables, is_leaf=is_leaf)
@@ -85,7 +85,7 @@ def reads_in_loss(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> Re
 
 
 def _ids_of(plan: Any) -> list[np.ndarray] | None:
-    """The ids of each read, or None if they depend on abstract inputs.
+    """Returns the ids of each read, or None if they depend on abstract inputs.
 
     Only the equations that make ids are run, so that tables may be abstract.
     """

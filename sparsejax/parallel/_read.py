@@ -42,7 +42,7 @@ from sparsejax.transform.table import RowReader, TableRef
 def measure_capacity(
     table: ShardedTable, sample_ids: ArrayLike, *, margin: float = 1.1
 ) -> int:
-    """The `capacity` at which batches like this one need a single round.
+    """Measures the `capacity` at which batches like this one need a single round.
 
     It is the largest number of distinct rows that any device requests from any owner,
     times `margin`, because batches differ. Pass it as `capacity=` to `shard_rows`, or
@@ -95,7 +95,7 @@ def measure_capacity(
 
 
 def _max_requested(table: ShardedTable, ids: Any) -> int:
-    """The most distinct rows that a device requests from an owner; runs on the host."""
+    """Returns the most distinct rows of a device at an owner; runs on the host."""
     owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
     here = -(-ids.size // owners.devices)
     most = 0
@@ -197,7 +197,7 @@ def owners_of(table: ShardedTable) -> Owners:
 def _read_row_table(
     table: ShardedTable, ids: Any, padding: jax.Array | None, mode: str
 ) -> jax.Array:
-    """The rows of a table over devices for `sparsejax.lookup` and the layers."""
+    """Reads rows of a sharded table, for `sparsejax.lookup` and the layers."""
     check_table(table)
     return _gather(table, put_on_mesh(table, ids), padding, mode)
 
@@ -214,7 +214,7 @@ def _reduce_row_table(
     mode: str,
     max_norm: float | None = None,
 ) -> jax.Array:
-    """The bags of a table over devices for `sparsejax.embedding_bag` and the layers."""
+    """Reduces bags of a sharded table, for `sparsejax.embedding_bag` and layers."""
     check_table(table)
     ids = put_on_mesh(table, ids)
 
@@ -230,7 +230,7 @@ def _reduce_row_table(
 
 
 def _gather(table: ShardedTable, ids: jax.Array, padding: Any, mode: str) -> jax.Array:
-    """The rows of checked ids, as `mode` and `padding` say."""
+    """Gathers the rows of checked ids, as `mode` and `padding` say."""
     wanted = _lookup.clip_ids(table, ids) if mode == "clip" else ids
     if padding is not None:
         wanted = jnp.where(padding, _arguments.scalar(table.height, ids), wanted)
@@ -251,7 +251,7 @@ def _read(
     ids: jax.Array,
     record: Callable[..., jax.Array] | None = None,
 ) -> jax.Array:
-    """The rows of ids of any shape; zeros for ids out of range.
+    """Reads the rows of ids of any shape; zeros for ids out of range.
 
     Args:
       table: its values are an array.
@@ -309,7 +309,7 @@ def _shard_ids(owners: Owners, none: int, ids: jax.Array) -> jax.Array:
 
 
 def positions_of(owners: Owners, table: ShardedTable, ids: jax.Array) -> jax.Array:
-    """The positions of ids, `[n]`, padded and sharded as by `_shard_ids`."""
+    """Returns the positions of ids, `[n]`, padded and sharded as by `_shard_ids`."""
     if table.layout.is_arithmetic:
         return _shard_ids(owners, owners.height, table.position(ids))
     # Each device computes its own positions. For a search in constants, at ids that are
@@ -336,7 +336,7 @@ class ReadKind:
     here: int = 0
 
     def moved(self) -> ReadKind:
-        """The kind of the same reads once their slots may lie on other devices."""
+        """Returns the kind of the same reads if slots may be on other devices."""
         slots = self.slots or self.owners.slots(self.here, None)
         return dataclasses.replace(self, slots=slots)
 
@@ -348,7 +348,7 @@ class ReadKind:
         cotangents: Sequence[jax.Array],
         sites: Sequence[Any],
     ) -> ShardedRows:
-        """The gradient of a table from all its reads; each slot stays on its device."""
+        """Makes a table's gradient from all its reads; slots stay on their devices."""
         owners, parts = self.owners, []
         for i, c, site in zip(ids, cotangents, sites):
             # A loop adds a leading axis, its length; the ids behind it are sharded over
@@ -418,13 +418,13 @@ class _ShardedReader(RowReader):
     static: tuple[Any, ...]
 
     def table(self, values: Any) -> ShardedTable:
-        """The table with these values."""
+        """Returns the table with these values."""
         return ShardedTable.tree_unflatten(self.static, (values,))
 
     def read(
         self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
     ) -> jax.Array:
-        """As `RowReader.read`."""
+        """Implements `RowReader.read`."""
         table = self.table(ref.array)
         check_table(table)
         none = _arguments.scalar(table.height, ids)
@@ -445,7 +445,7 @@ class _ShardedReader(RowReader):
     def bag_sum(
         self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
-        """As `RowReader.bag_sum`."""
+        """Implements `RowReader.bag_sum`."""
         weights, segment_ids = spec.weights(rest), spec.segment_ids(rest)
         segments = None if segment_ids is None else (segment_ids, spec.num_bags)
 
@@ -458,7 +458,7 @@ class _ShardedReader(RowReader):
         return _bags.reduce_bags(owners, read_rows, ids, skip, weights, segments, "sum")
 
     def refuse(self, ref: TableRef, use: str) -> NoReturn:
-        """As `RowReader.refuse`."""
+        """Implements `RowReader.refuse`."""
         table = self.table(ref.array)
         raise DensifyError(
             f"sparsejax: {use}, and so needs the whole of a ShardedTable of shape "

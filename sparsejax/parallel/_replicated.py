@@ -210,7 +210,7 @@ class DataParallelStep:
     axes: tuple[str, ...]
 
     def __call__(self, params: PyTree, opt_state: PyTree, *batch: PyTree) -> Any:
-        """One step; see `data_parallel`."""
+        """Takes one step; see `data_parallel`."""
         args = self._place(params, opt_state, batch)
         with jax.set_mesh(self.mesh):
             return self.jitted(*args)
@@ -224,7 +224,7 @@ class DataParallelStep:
             return self.jitted.lower(*args)
 
     def _place(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
-        """The arguments of `jitted`: shardings, then the step's arguments, placed."""
+        """Places the arguments of `jitted`: shardings, then the step's arguments."""
         is_table = lambda x: isinstance(x, ShardedTable)
 
         def over_auto_axes(x):
@@ -267,7 +267,7 @@ def _run(
     opt_state: Any,
     *batch: Any,
 ) -> Any:
-    """The step; new parameters and state are sharded like the old ones."""
+    """Runs the step; new parameters and state are sharded like the old ones."""
     out = step(params, opt_state, *batch)
     if not isinstance(out, tuple) or len(out) < 2:
         raise TypeError(
@@ -331,7 +331,7 @@ def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool)
 
 
 def _varying(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes over which a leaf varies, by its type."""
+    """Returns the axes over which a leaf varies, by its type."""
     varying = frozenset().union(*map(_compat.varying_axes, jax.tree.leaves(x)))
     return tuple(name for name in axes if name in varying)
 
@@ -339,7 +339,7 @@ def _varying(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
 def _gather(
     x: SelectedRows, axes: tuple[str, ...], capacity: int | None
 ) -> SelectedRows:
-    """The slots of all devices, in the order of the devices."""
+    """Gathers the slots of all devices, in the order of the devices."""
     # The result is the same on every device. If types are checked, they must say so.
     told = _compat.varying_axes(x.rows) | _compat.varying_axes(x.values)
     to = "invarying" if told else "varying"
@@ -366,7 +366,7 @@ def _gather(
 def _gather_global(
     x: SelectedRows, axes: tuple[str, ...], mesh: Any, capacity: int | None
 ) -> SelectedRows:
-    """A global SelectedRows with its slots gathered on every device."""
+    """Gathers the slots of a global SelectedRows on every device."""
     devices = math.prod(mesh.shape[name] for name in axes)
     if isinstance(x, ShardedRows) or x.capacity % devices:
         return x  # at its owners, or too small to be sharded

@@ -74,7 +74,7 @@ class ShardedRows(SelectedRows):
         return children, (static, self.owners, self.slots)
 
     def tree_flatten(self) -> tuple[Any, Any]:
-        """The children."""
+        """Returns the children."""
         children, static = super().tree_flatten()
         return children, (static, self.owners, self.slots)
 
@@ -93,7 +93,7 @@ class ShardedRows(SelectedRows):
     def coalesce(
         self, capacity: int | None = None, *, return_overflow: bool = False
     ) -> Any:
-        """The same array with each row once, at its owner; rows ascend at each owner.
+        """Merges each row once, at its owner; rows ascend at each owner.
 
         Args:
           capacity: must be None; every owner has a slot for each row it may receive.
@@ -119,16 +119,16 @@ class ShardedRows(SelectedRows):
         return self.everywhere().retain(ids)
 
     def everywhere(self) -> SelectedRows:
-        """The same slots as a plain SelectedRows, without owners."""
+        """Returns the same slots as a plain SelectedRows, without owners."""
         return SelectedRows(self.rows, self.values, self.height)
 
     def map(self, f: Callable[[jax.Array], jax.Array]) -> ShardedRows:
-        """The same positions with `f(values)`."""
+        """Returns the same positions with `f(values)`."""
         values = self.everywhere().map(f).values
         return ShardedRows.make(self.rows, values, self.owners, self.slots)
 
     def metrics(self) -> Metrics:
-        """The cost of sending these rows to their owners: rounds, bytes, overflow."""
+        """Returns the cost of sending rows to their owners: rounds, bytes, overflow."""
         if not self.slots or not self.capacity:
             return _exchange.no_metrics()
         wide, row = indexing.accumulator_dtype(self.dtype), self.values.shape[1:]
@@ -200,7 +200,7 @@ def _join(parts: Sequence[ShardedRows]) -> ShardedRows:
 
 
 def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
-    """The sum of gradients: all their slots, each still on its device."""
+    """Sums gradients by keeping all their slots, each still on its device."""
     owners = parts[0].owners
     for part in parts:
         if part.owners != owners or part.shape != parts[0].shape:

@@ -117,7 +117,7 @@ class ShardedTable(RowTable):
     # -- pytree ------------------------------------------------------------------
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The child with its key, and the static fields."""
+        """Returns the child with its key, and the static fields."""
         return ((jax.tree_util.GetAttrKey("values"), self.values),), self._static
 
     @property
@@ -207,7 +207,7 @@ class ShardedTable(RowTable):
         )
 
     def __jax_array__(self) -> jax.Array:
-        """The stand-in, in the trace of a program that will be walked."""
+        """Returns the stand-in, in the trace of a program that will be walked."""
         if not makes_views.value or not hasattr(self.values, "dtype"):
             self.__array__()
         return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
@@ -233,7 +233,7 @@ class ShardedTable(RowTable):
     # -- ids and positions -------------------------------------------------------
 
     def position(self, ids: ArrayLike) -> jax.Array:
-        """The positions of the rows of `ids`; `N * R` for ids out of range.
+        """Returns the positions of the rows of `ids`; `N * R` for ids out of range.
 
         Args:
           ids: integers of any shape.
@@ -253,7 +253,7 @@ class ShardedTable(RowTable):
         return jnp.where(named, found, _arguments.scalar(length, ids))
 
     def ids_at(self, position: ArrayLike) -> jax.Array:
-        """The inverse of `position`; `height` for padding and out of range."""
+        """Inverts `position`; `height` for padding and out of range."""
         length = self.num_shards * self.rows_per_shard
         position = _arguments.as_ids(position, length)
         named = indexing.in_range(position, length)
@@ -264,7 +264,7 @@ class ShardedTable(RowTable):
     # -- the whole table ---------------------------------------------------------
 
     def to_dense(self) -> jax.Array:
-        """The whole table in the order of ids, `[height, ...]`; for tests and export.
+        """Returns the whole table by ids, `[height, ...]`; for tests and export.
 
         Gradients and updates, which have a SelectedRows as child, can be converted too.
         """
@@ -277,7 +277,7 @@ class ShardedTable(RowTable):
         return values[: self.height]
 
     def map(self, f: Callable[[Any], Any]) -> ShardedTable:
-        """The same layout with `f(values)`; `f` must keep the first axis."""
+        """Returns the same layout with `f(values)`; `f` must keep the first axis."""
         return dataclasses.replace(self, values=f(self.values))
 
     # -- sums and scalings -------------------------------------------------------
@@ -342,7 +342,7 @@ class ShardedTable(RowTable):
             self.__array__()
 
         def scale(values):
-            """The data's dtype wins, as in SelectedRows."""
+            """Scales the rows; the data's dtype wins, as in SelectedRows."""
             if isinstance(values, SelectedRows) or isinstance(other, _NUMBERS):
                 return op(values, other)
             wide = indexing.promote(values.dtype, other.dtype)
@@ -477,7 +477,7 @@ def shard_rows(
 
 
 def _values(table: Any, empty: ShardedTable) -> Any:
-    """The stored values of a table, of whatever kind it is given."""
+    """Returns the stored values of a table of any kind."""
     if callable(table):
         return _values_from(table, empty)
     if isinstance(table, jax.ShapeDtypeStruct):
@@ -582,12 +582,12 @@ def check_has_devices(mesh: Any) -> None:
 
 
 def names_of(axis: str | Sequence[str]) -> tuple[str, ...]:
-    """The mesh axes, always as a tuple."""
+    """Returns the mesh axes, always as a tuple."""
     return (axis,) if isinstance(axis, str) else tuple(axis)
 
 
 def check_axis(mesh: Any, axis: Any) -> str | tuple[str, ...]:
-    """The axis as one name or a tuple of two or more; raises if it is invalid."""
+    """Returns the axis as one name or a tuple of two or more; raises if invalid."""
     names, types = names_of(axis), dict(zip(mesh.axis_names, mesh.axis_types))
     if not names or len(set(names)) != len(names) or not set(names) <= types.keys():
         raise ValueError(
@@ -614,7 +614,7 @@ def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
 
 @state_sharding.rows_sharding.register
 def _sharding_of(table: ShardedTable) -> NamedSharding | None:
-    """For a traced table its own sharding, since its array does not know it yet."""
+    """Returns a traced table's own sharding, since its array does not know it yet."""
     if not isinstance(table.values, Tracer):
         return state_sharding.rows_sharding(table.values)
     # An optimizer also probes tables of other heights, which have no sharding.

@@ -62,7 +62,7 @@ class _Route:
     def of(
         cls, table: ShardedTable, tables: Sequence[tuple[int, int]]
     ) -> _Route | None:
-        """For features by the rows of their tables in the stack.
+        """Makes the exchange for features by the rows of their tables in the stack.
 
         None if a table lies in several of the layout's.
         """
@@ -99,7 +99,7 @@ class _Route:
         return lax.all_gather(x, self.within) if self.within else x[None]
 
     def from_owners(self, x: jax.Array, sent: Any) -> jax.Array:
-        """The sum over a group of `x [m, G, f, b, ...]`, back as `sent[b, F, ...]`."""
+        """Sums over a group of `x [m, G, f, b, ...]`, back as `sent[b, F, ...]`."""
         wire_dtype = self.owners.wire_dtype
         if not self.within:
             x = x[0]
@@ -125,7 +125,7 @@ def _read_stacked_tables(
     mode: str,
     max_norm: float | None,
 ) -> jax.Array | None:
-    """The bags of a stack that is sharded table by table."""
+    """Reads the bags of a stack that is sharded table by table."""
     layout, is_float = table.layout, jnp.issubdtype(table.dtype, jnp.floating)
     is_sum = combiner in ("none", "sum", "mean", "sqrtn")
     if not (isinstance(layout, TableWise) and is_sum and is_float and ids.size):
@@ -186,7 +186,7 @@ def _add_rows(
     rows: jax.Array,
     *weights: jax.Array,
 ) -> jax.Array:
-    """The bags `[b, F, *row]` of this device, from the rows that it read for others.
+    """Sums this device's bags `[b, F, *row]` from the rows that it read for others.
 
     Args:
       route, row: static.

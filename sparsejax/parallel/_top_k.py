@@ -34,7 +34,7 @@ def top_k(
     chunk_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k rows of a row-sharded table with the highest scores for each query.
+    """Returns the k rows of a row-sharded table with the highest scores for each query.
 
     The result is that of `sparsejax.top_k` for the whole table. Every device scores all
     queries against its own rows; then N devices send `k` scores and ids for each query.

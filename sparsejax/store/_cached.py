@@ -230,7 +230,7 @@ class CachedTable:
         return self._rows.table.flushed_step
 
     def stats(self) -> CacheStats:
-        """The hit rate, and the rows and bytes moved since the cache was made."""
+        """Returns the hit rate, and rows and bytes moved since the cache was made."""
         rows = self._rows
         row = sum(x[:1].nbytes for x in rows.table.columns)
         return CacheStats(

@@ -99,7 +99,7 @@ class Engine:
         return self.queue.call(work)
 
     def table(self, name: Any) -> Table:
-        """A table by its name."""
+        """Returns a table by its name."""
         self.check_open()
         try:
             return self.tables[name]
@@ -126,7 +126,7 @@ class Engine:
     def pull(
         self, ids: Mapping[str, Any], capacity: CapacityOf, mode: str = "drop"
     ) -> dict[str, SelectedRows]:
-        """The rows of the ids of several tables, in one turn of the queue."""
+        """Pulls the rows of several tables' ids in one turn of the queue."""
         ids = self._merged(ids)
 
         def work():
@@ -138,7 +138,7 @@ class Engine:
         return self._on_device(self.run(work))
 
     def push(self, name: str, rows: Any, values: Any) -> None:
-        """One step of the optimizer of a table, which is queued; an error is, too."""
+        """Queues one step of a table's optimizer; an error is queued, too."""
         table = self.table(name)
         table.check_not_cached()
         rows, values = self.on_one_device(rows), self.on_one_device(values)
@@ -246,14 +246,14 @@ class Engine:
         return found
 
     def _merged(self, ids: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The ids of all devices of the mesh, by table. A collective."""
+        """Merges the ids of all devices of the mesh, by table. A collective."""
         heights = {name: self.table(name).spec.owners.height for name in ids}
         return ids if self.devices is None else self.devices.merge_ids(ids, heights)
 
     # -- devices ----------------------------------------------------------------------
 
     def on_one_device(self, x: Any) -> Any:
-        """An array of a step over the mesh, whole on one device."""
+        """Returns an array of a step over the mesh, whole on one device."""
         return x if self.devices is None else self.devices.on_one_device(x)
 
     def _on_device(self, early: Sequence[_Early]) -> dict[str, SelectedRows]:
@@ -270,7 +270,7 @@ class Engine:
         return found
 
     def _rows_and_values(self, early: _Early) -> tuple[Any, Any]:
-        """The rows and values of a SelectedRows; on the host without a mesh."""
+        """Returns the rows and values of a SelectedRows; on the host without a mesh."""
         owners, rows = early.table.spec.owners, early.rows
         (values,) = early.early.buffers
         if self.devices is not None:
@@ -282,7 +282,7 @@ class Engine:
 
 
 def _hand_out(early: Future) -> list[_Early]:
-    """The rows of a batch in flight, with all writes so far; in the queue."""
+    """Returns the rows of a batch in flight, with all writes so far; in the queue."""
     found = early.result()  # done by now; raises its error
     for part in found:
         began = time.perf_counter()

@@ -84,7 +84,7 @@ def encode_key(key: jax.Array) -> dict[str, Any]:
 
 
 def decode_key(encoded: dict[str, Any]) -> jax.Array:
-    """The inverse of `encode_key`.
+    """Inverts `encode_key`.
 
     Raises:
       TypeError, ValueError, OverflowError: `encoded` is not an encoded key.
@@ -140,7 +140,7 @@ def read_header(
 
 
 def as_bytes(values: Any) -> memoryview:
-    """The bytes of an array in C order, also of dtypes that NumPy has no format for."""
+    """Returns an array's bytes in C order, also of dtypes without a NumPy format."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
 
 

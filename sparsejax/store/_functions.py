@@ -56,7 +56,7 @@ _ARRAY = _Array()
 
 
 def split(tree: Any) -> tuple[list[Any], Any]:
-    """The arrays of a tree, and the rest of it, which must be hashable.
+    """Splits a tree into its arrays and the remainder, which must be hashable.
 
     Raises:
       TypeError: an array is traced.
@@ -76,7 +76,7 @@ def split(tree: Any) -> tuple[list[Any], Any]:
 
 
 def join(arrays: Sequence[Any], static: Any) -> Any:
-    """The tree that `split` cut, with these arrays."""
+    """Joins the tree that `split` cut, with these arrays."""
     structure, others = static
     found = iter(arrays)
     return structure.unflatten(next(found) if x is _ARRAY else x[1] for x in others)
@@ -125,7 +125,7 @@ class Program(NamedTuple):
     counts: dict[str, int]
 
     def ids(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """The ids for the arrays of all arguments."""
+        """Returns the ids for the arrays of all arguments."""
         needed = [arrays[k] for k in self.needed]
         is_here = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
         if not all(map(is_here, needed)):
@@ -136,7 +136,7 @@ class Program(NamedTuple):
             return {name: np.asarray(x) for name, x in ids.items()}
 
     def capacity(self, capacities: Capacities) -> CapacityOf:
-        """The capacity of each table: given, or measured and only growing."""
+        """Returns the capacity of each table: given, or measured and only growing."""
 
         def capacity(name, count, height):
             given = capacities.given(name)
@@ -160,7 +160,7 @@ class RowIds:
         self._programs: dict[Any, Program] = {}
 
     def program(self, arrays: Sequence[Any], *statics: Any) -> Program:
-        """The program for arguments of this structure.
+        """Returns the program for arguments of this structure.
 
         Args:
           arrays: of all arguments, or their specs.
@@ -202,7 +202,7 @@ class RowIds:
         return Program(jax.jit(by_table), tuple(needed), counts)
 
     def _trace(self, arrays: Sequence[Any], statics: Sequence[Any]) -> Any:
-        """The program of the function, with a view of each table, and the tables."""
+        """Traces the function with a view of each table; returns program and tables."""
         tables: dict[str, Any] = {}
 
         def on_views(arrays):
@@ -225,7 +225,7 @@ class RowIds:
 def _by_table(
     names: Sequence[str], sites: Sequence[Any], program: IdsProgram, needed: Any
 ) -> dict[str, jax.Array]:
-    """The ids of all reads of each table, flat."""
+    """Returns the ids of all reads of each table, flat."""
     found: dict[str, list[jax.Array]] = {}
     for ids, site in zip(program.run((), needed), sites):
         found.setdefault(names[int(site.table)], []).append(ids.reshape(-1))
@@ -254,18 +254,18 @@ def _refuse_second_hop(
 
 
 def _for_host(x: Any, device: Any) -> Any:
-    """An array for a program on the CPU; a copy only if it is elsewhere."""
+    """Moves an array to the CPU for a program there; copies only if it is elsewhere."""
     is_there = not isinstance(x, jax.Array) or x.sharding.device_set == {device}
     return x if is_there else np.asarray(x)
 
 
 def _kind_of(x: Any) -> tuple[Any, ...]:
-    """The type for which a program is compiled; cheaper to hash than a spec."""
+    """Returns the type for which a program is compiled; cheaper to hash than a spec."""
     return x.shape, x.dtype, getattr(x, "weak_type", False)
 
 
 def spec_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an array or spec."""
+    """Returns the shape and dtype of an array or spec."""
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)
     )
@@ -275,7 +275,7 @@ def spec_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def with_views(tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any:
-    """The tree with a view of the pulled rows in place of each table.
+    """Replaces each table of the tree by a view of the pulled rows.
 
     Args:
       tree: with tables.
@@ -293,7 +293,7 @@ def with_views(tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any:
 
 
 def found_of(table: Any, rows: Rows) -> Found:
-    """The rows of a table in a step; one empty slot if it is not read."""
+    """Returns the rows of a table in a step; one empty slot if it is not read."""
     return rows[table.name] if table.name in rows else table.not_read()
 
 

@@ -36,7 +36,7 @@ class History:
         self._is_joined = False
 
     def advance(self) -> int:
-        """The version of a change that begins."""
+        """Begins a change, and returns its version."""
         if not self._is_joined:
             if self._process != os.getpid():  # a forked child has a run of its own
                 self._process, self.run = os.getpid(), secrets.token_hex(8)
@@ -45,7 +45,7 @@ class History:
 
     @contextlib.contextmanager
     def one_change(self) -> Iterator[None]:
-        """All changes within it have one version."""
+        """Gives all changes within it one version."""
         self.advance()
         self._is_joined = True
         try:
@@ -83,7 +83,7 @@ class RowVersions:
         np.maximum.at(self._blocks, rows // _BLOCK, versions)
 
     def since(self, version: int) -> np.ndarray:
-        """The rows that changed after a version, int64, ascending."""
+        """Returns the rows that changed after a version, int64, ascending."""
         blocks = np.flatnonzero(self._blocks > version)
         # Runs of neighbours, not too long, are read at once.
         is_first = (np.diff(blocks, prepend=-2) != 1) | (blocks % _MAX_BLOCKS == 0)

@@ -91,7 +91,7 @@ class ReadAhead:
                 self._ahead.append(error)
 
     def take(self) -> Any:
-        """The first result, or `END` after the last."""
+        """Takes the first result, or `END` after the last."""
         self.fill(1)
         if not self._ahead:
             return self.END
@@ -101,7 +101,7 @@ class ReadAhead:
         return head
 
     def rest(self) -> list[Any]:
-        """The results that were not taken; they leave the queue."""
+        """Returns the results that were not taken; they leave the queue."""
         ahead, self._ahead = self._ahead, collections.deque()
         return [x for x in ahead if not isinstance(x, Exception)]
 
@@ -186,7 +186,7 @@ class WorkQueue:
             return self._pool.submit(self._run, _with_config_of_caller(work))
 
     def _renew_after_fork(self) -> None:
-        """In a forked child, forgets the worker and the locks of the parent."""
+        """Forgets, in a forked child, the worker and the locks of the parent."""
         if self._process != os.getpid():
             self.__init__()
 

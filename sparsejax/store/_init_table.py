@@ -34,7 +34,7 @@ def spec_of(
     keys: Any,
     place: tuple[int, int],
 ) -> tuple[TableSpec, np.ndarray | None]:
-    """The table that the arguments of `KVStore.init` describe, and its given weights.
+    """Returns the table described by `KVStore.init`'s arguments, and its given weights.
 
     Args:
       name, shape_or_array, tx, initializer, key, dtype, keys: as in `KVStore.init`.
@@ -71,7 +71,7 @@ def spec_of(
 def make_table(
     spec: TableSpec, array: np.ndarray | None, path: Any, history: History
 ) -> Table:
-    """The table, in memory or in the file `path`, which is opened if it exists."""
+    """Makes the table in memory or in the file `path`, which it opens if it exists."""
     initial = {} if array is None else {0: array}
     if spec.optimizer is not None:
         _, rest = spec.optimizer.init(np.zeros((1, *spec.shape[1:]), spec.dtype))
@@ -93,7 +93,7 @@ def make_table(
 
 
 def own_path(path: Any, process: int, count: int) -> Any:
-    """The path of the file of this process, if there are several."""
+    """Returns the path of the file of this process, if there are several."""
     return path if count == 1 else f"{os.fspath(path)}.{process}-of-{count}"
 
 
@@ -129,7 +129,7 @@ def _check_keys(name: str, keys: Any, array: np.ndarray | None, count: int) -> N
 
 
 def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
-    """The dtype of the weights: of the array, if there is one."""
+    """Returns the dtype of the weights: of the array, if there is one."""
     if dtype is None:
         return np.dtype(np.float32) if array is None else array.dtype
     found = np.dtype(dtype)

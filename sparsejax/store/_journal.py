@@ -37,7 +37,7 @@ _PREFIX = 16
 
 
 def journal_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The path of the journal of a mapped table."""
+    """Returns the path of the journal of a mapped table."""
     path = pathlib.Path(os.path.realpath(path))
     return path.with_name(f"{path.name}.journal")
 
@@ -178,7 +178,7 @@ def _entries(path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
 def _read_entry(
     path: Any, file: BinaryIO, table: Table, *, is_first: bool = False
 ) -> list[np.ndarray] | None:
-    """The arrays of the next entry, or None if the file ends within them."""
+    """Reads the arrays of the next entry, None if the file ends within them."""
     left = os.fstat(file.fileno()).st_size - file.tell() - _PREFIX
     if left < 0:
         return None

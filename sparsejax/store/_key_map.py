@@ -39,7 +39,7 @@ class KeyMap:
         return self._used
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, int64 `[n]`, or -1."""
+        """Returns the row of each key, int64 `[n]`, or -1."""
         return self._slots[self._locate(keys)] - 1
 
     def add(self, keys: np.ndarray, rows: np.ndarray) -> None:
@@ -66,7 +66,7 @@ class KeyMap:
         self._removed += keys.size
 
     def _locate(self, keys: np.ndarray) -> np.ndarray:
-        """The slot of each key; a free slot for a key that is not in the table."""
+        """Returns the slot of each key; a free slot for a key not in the table."""
         out = np.zeros(keys.shape, np.int64)
         place, left = self._first(keys), np.arange(keys.size)
         while left.size:

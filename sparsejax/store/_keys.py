@@ -145,7 +145,7 @@ class TableKeys:
         return len(self._map)
 
     def rows(self) -> np.ndarray:
-        """The rows that have a key, ascending."""
+        """Returns the rows that have a key, ascending."""
         return np.flatnonzero(self.counts[: self._end])
 
     def forget(self) -> None:
@@ -158,7 +158,7 @@ class TableKeys:
         self._reopen()
 
     def sizes_of_sightings(self) -> dict[str, int]:
-        """The sizes of `sightings`, and the row at which victims are searched."""
+        """Returns the sizes of `sightings`, and the row to search victims from."""
         (young, _), (old, _) = self._sightings.contents()
         return {"young": young.size, "old": old.size, "hand": self._hand()}
 
@@ -198,7 +198,7 @@ class TableKeys:
         return old[self._map.find(old) < 0]
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """The row of each key, or the height of the table."""
+        """Returns the row of each key, or the height of the table."""
         rows = self._map.find(keys.reshape(-1))
         rows = np.where(rows < 0, self.height, rows).reshape(keys.shape)
         return rows.astype(_arguments.index_dtype(self.height))
@@ -206,7 +206,7 @@ class TableKeys:
     def plan(
         self, keys: np.ndarray, step: int, where: np.ndarray | None, held_steps: int
     ) -> Insertion:
-        """The changes that `KVStore.insert` of these keys makes, before they are made.
+        """Plans the changes that `KVStore.insert` of these keys makes.
 
         Only the sightings of keys that wait for admission are counted at once.
 
@@ -274,7 +274,7 @@ class TableKeys:
         self._end += free.size - taken
 
     def _hand(self) -> int:
-        """The row at which the next window begins."""
+        """Returns the row at which the next window begins."""
         return int(self._cursor[_HAND]) % max(self.height, 1)
 
     def _window(self, count: int) -> int:
@@ -337,7 +337,7 @@ class _Sightings:
         return young.count(keys) + old.counted(keys)
 
     def _by_age(self) -> list[_Generation]:
-        """The younger generation, and the older one."""
+        """Returns the younger generation, and the older one."""
         is_second = self._cursor[_YOUNG] & 1
         return self._generations[::-1] if is_second else self._generations
 
@@ -346,7 +346,7 @@ class _Sightings:
             generation.forget()
 
     def contents(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The keys of each generation and their counts, the younger one first."""
+        """Returns each generation's keys and counts, the younger one first."""
         return [generation.contents() for generation in self._by_age()]
 
 

@@ -60,14 +60,14 @@ class Owners:
         self.own_height = groups - is_cut
 
     def find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The owner of each id, and its row there."""
+        """Finds the owner of each id, and its row there."""
         if self.count == 1:
             return np.zeros_like(ids), ids
         groups, place = np.divmod(ids, self.count)
         return (place + self._rotation(groups)) % self.count, groups
 
     def localize(self, ids: np.ndarray) -> np.ndarray:
-        """The ids of this process as its rows; `own_height` for all other ids.
+        """Maps the ids of this process to its rows; `own_height` for all other ids.
 
         If the ids are ascending, so are the rows.
         """
@@ -78,7 +78,7 @@ class Owners:
         return np.where(is_own, rows, self.own_height).astype(ids.dtype)
 
     def ids(self, rows: np.ndarray) -> np.ndarray:
-        """The ids of rows of this process."""
+        """Returns the ids of rows of this process."""
         if self.count == 1:
             return rows
         place = (self.process - self._rotation(rows)) % self.count
@@ -114,13 +114,13 @@ class Devices:
                 )
 
     def gather(self, x: np.ndarray) -> np.ndarray:
-        """The arrays `x` of all processes, `[P, ...]`. A collective."""
+        """Gathers the arrays `x` of all processes, `[P, ...]`. A collective."""
         return np.asarray(multihost_utils.process_allgather(x))
 
     def merge_ids(
         self, ids: Mapping[str, Any], heights: Mapping[str, int]
     ) -> dict[str, np.ndarray]:
-        """The ids of all devices of all processes, on the host. A collective.
+        """Merges the ids of all devices of all processes, on the host. A collective.
 
         Args:
           ids: by table integers of any shape, the ids of the devices of this process:
@@ -188,7 +188,7 @@ class Devices:
         return SelectedRows(_replicated(self._mesh, slots), found, owners.height)
 
     def on_one_device(self, x: Any) -> Any:
-        """A whole array on one device of this process; waits for nothing.
+        """Returns a whole array on one device of this process; waits for nothing.
 
         A collective if the array is sharded over processes.
         """
@@ -201,7 +201,7 @@ class Devices:
 
 
 def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
-    """A whole array, of which each process has the rows that it owns. A collective."""
+    """Makes a whole array from the rows that each process owns. A collective."""
     out = np.empty((owners.height, *own.shape[1:]), own.dtype)
     groups = -(-owners.height // owners.count)
     for start in range(0, groups, _CHUNK):
@@ -217,7 +217,7 @@ def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
 
 
 def _own_ids(name: str, ids: Any) -> np.ndarray:
-    """The ids of this process, flat, on the host."""
+    """Returns the ids of this process, flat, on the host."""
     if isinstance(ids, list | tuple) and any(np.ndim(x) for x in ids):
         return np.concatenate([_own_ids(name, x) for x in ids])
     check_not_traced(name, "ids", ids)
@@ -234,7 +234,7 @@ def _replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:
 
 
 def _one_axis(mesh: Mesh) -> Mesh:
-    """The same devices in the same order, along one axis."""
+    """Returns the same devices in the same order, along one axis."""
     return Mesh(mesh.devices.reshape(-1), ("all",), axis_types=(AxisType.Auto,))
 
 

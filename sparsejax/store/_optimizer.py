@@ -82,7 +82,7 @@ class Optimizer:
         self._key = tx, leaf, (spec,), (0,)
 
     def init(self, weights: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The leaves of `tx.init(weights)` that have rows, and the other ones."""
+        """Returns the leaves of `tx.init(weights)` with rows, and the other ones."""
         with on_host():
             state = self._programs.init(self._layout, weights)
         return jax.tree.map(np.asarray, state)
@@ -96,7 +96,7 @@ class Optimizer:
         positions: np.ndarray,
         values: Any,
     ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
-        """One step on a table of the gathered rows.
+        """Takes one step on a table of the gathered rows.
 
         Args:
           weights: `[C, ...]`, the gathered rows, padded with zeros.

@@ -80,7 +80,7 @@ class Processes:
         self.run(commit)
 
     def saved(self, path: Any) -> str:
-        """The file of this process of the last whole save. A collective."""
+        """Returns the file of this process of the last whole save. A collective."""
 
         def read():
             with open(os.path.join(path, "current")) as file:

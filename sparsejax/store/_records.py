@@ -115,7 +115,7 @@ class Reader:
                     raise ValueError(f"array {name} has not the {size} bytes expected")
 
     def array(self, name: str, spec: Spec) -> np.ndarray:
-        """A whole array."""
+        """Reads a whole array."""
         shape, dtype = spec
         out = np.empty(shape, dtype)
         with self._checked(), self._open(name, spec) as member:
@@ -124,7 +124,7 @@ class Reader:
         return out
 
     def chunks(self, name: str, spec: Spec) -> Iterator[np.ndarray]:
-        """The rows of an array, some at a time; its checksum is known at the end."""
+        """Yields an array's rows, some at a time; its checksum is known at the end."""
         (height, *row), dtype = spec
         with self._checked(), self._open(name, spec) as member:
             for start in range(0, height, CHUNK):
@@ -154,7 +154,7 @@ class Reader:
 
 
 def _npy_header(spec: Spec) -> bytes:
-    """The first bytes of a `.npy` file."""
+    """Returns the first bytes of a `.npy` file."""
     shape, dtype = spec
     dtype = np.dtype(dtype)
     if dtype.kind == "V":

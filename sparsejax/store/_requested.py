@@ -28,7 +28,7 @@ def check_not_traced(name: str, what: str, *arrays: Any) -> None:
 
 
 def distinct_rows(name: str, ids: Any, height: int, mode: str = "error") -> np.ndarray:
-    """The rows of `ids`, each once, ascending, in the dtype of SelectedRows.rows."""
+    """Returns the distinct `ids`, ascending, in the dtype of SelectedRows.rows."""
     hint = "'drop' ignores ids out of range, for example a padding id of -1."
     mode = _arguments.check_mode(mode, ("error", "drop"), hint)
     ids = _arguments.as_integers(ids)
@@ -58,7 +58,7 @@ def check_rows(name: Any, rows: np.ndarray, height: int) -> None:
 
 
 def places_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """The distinct rows of a gradient, and the place of each of its slots among them.
+    """Returns a gradient's distinct rows, and the place of each of its slots in them.
 
     Returns:
       `(distinct, positions, capacity)`: the rows, ascending; for each slot the position
@@ -83,7 +83,7 @@ def places_of(rows: np.ndarray, height: int) -> tuple[np.ndarray, np.ndarray, in
 
 
 def is_among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """A mask of the rows that are among `others`; both distinct and ascending."""
+    """Masks the rows that are among `others`; both distinct and ascending."""
     if not rows.size or not others.size:
         return np.zeros(rows.shape, bool)
     position = np.searchsorted(others, rows)
@@ -92,7 +92,7 @@ def is_among(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 
 def sorted_unique(ids: np.ndarray) -> np.ndarray:
-    """The distinct values of `ids` `[n]`, ascending.
+    """Returns the distinct values of `ids` `[n]`, ascending.
 
     `np.unique` of NumPy 2.3 and later hashes them: 65,536 int32 of a million values
     take it 18 ms, and 0.3 ms here (2026-11).
@@ -108,19 +108,19 @@ def sorted_unique(ids: np.ndarray) -> np.ndarray:
 
 
 def bucket(count: int) -> int:
-    """The power of two that holds `count` rows."""
+    """Returns the power of two that holds `count` rows."""
     return max(MIN_CAPACITY, _arguments.next_power_of_two(count))
 
 
 def a_quarter_more(count: int) -> int:
-    """A quarter more than `count`, rounded up a little."""
+    """Adds a quarter to `count`, rounded up a little."""
     size = max(MIN_CAPACITY, count + count // 4)
     unit = max(1, _arguments.next_power_of_two(size) // 16)
     return -(-size // unit) * unit
 
 
 def capacity_for(name: str, count: int, height: int, capacity: int | None) -> int:
-    """The capacity for `count` rows; a ValueError if `capacity` is too small."""
+    """Returns the capacity for `count` rows; raises if `capacity` is too small."""
     if capacity is None:
         return min(bucket(count), max(1, height))
     capacity = _arguments.check_capacity(capacity)
@@ -149,12 +149,12 @@ class Capacities:
         self.measured: dict[Any, int] = {}
 
     def given(self, name: Any) -> int | None:
-        """The capacity that was given for a name, or None."""
+        """Returns the capacity that was given for a name, or None."""
         given = self._given
         return given.get(name) if isinstance(given, Mapping) else given
 
     def grow(self, name: Any, count: int, most: int | None = None) -> int:
-        """The capacity for `count`, and at least the one of earlier calls."""
+        """Returns the capacity for `count`, at least the one of earlier calls."""
         if count > self.measured.get(name, 0) or name not in self.measured:
             size = self._room(count)
             self.measured[name] = max(1, size if most is None else min(size, most))

@@ -52,7 +52,7 @@ class Leaf(NamedTuple):
 
 
 def leaves_of(tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
-    """The leaves of a tree, to be saved.
+    """Returns the leaves of a tree, to be saved.
 
     Args:
       tree: of arrays, ints, floats, bools and strings.
@@ -77,7 +77,7 @@ def leaves_of(tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
 
 
 def describe(leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
-    """The leaves for the header of a file, ready for JSON."""
+    """Describes the leaves for the header of a file, ready for JSON."""
 
     def one(leaf):
         if not leaf.is_array:
@@ -111,7 +111,7 @@ def put(
     descriptions: Sequence[dict[str, Any]],
     contents: Sequence[np.ndarray],
 ) -> Any:
-    """The tree in a file, with each array where the array of `like` is.
+    """Reads a file's tree, and places each array where the array of `like` is.
 
     Args:
       path: for messages.
@@ -153,7 +153,7 @@ def put(
 
 
 def _like(x: Any, content: np.ndarray) -> Any:
-    """An array of the shape and dtype of `x`, where `x` is."""
+    """Places an array of the shape and dtype of `x` where `x` is."""
     if _is_key(x):
         return jax.random.wrap_key_data(jnp.asarray(content), impl=_impl(x))
     value = content
@@ -171,7 +171,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _impl(x: Any) -> Any:
-    """The implementation of keys, of arrays and of their types."""
+    """Returns the implementation of keys, of arrays and of their types."""
     return jax.random.key_impl(x) if isinstance(x, jax.Array) else str(x.dtype)[4:-1]
 
 

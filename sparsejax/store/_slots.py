@@ -118,5 +118,5 @@ class Slots:
         return np.concatenate(chosen)
 
     def _valid(self, at: int, slots: np.ndarray) -> np.ndarray:
-        """The slots of batch `at` that no later batch used."""
+        """Returns the slots of batch `at` that no later batch used."""
         return slots[self._used_at[slots] == at]

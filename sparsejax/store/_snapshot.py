@@ -85,7 +85,7 @@ class Changes(NamedTuple):
 def changed_since(
     tables: Mapping[str, Table], history: History, since: int
 ) -> dict[str, np.ndarray]:
-    """The rows of each table that changed after a version, int64, ascending."""
+    """Returns the rows of each table that changed after a version, int64, ascending."""
     _check_readable(tables)
     if since > history.version:
         raise ValueError(
@@ -197,7 +197,7 @@ def check_target(path: str | os.PathLike[str]) -> None:
 
 
 def _all_rows(table: Table) -> np.ndarray:
-    """The rows that may not be as `init` makes them, int64, ascending."""
+    """Returns the rows that may differ from `init`'s, int64, ascending."""
     if table.spec.given:
         return np.arange(table.height)
     is_known = table.touched != 0
@@ -208,7 +208,7 @@ def _all_rows(table: Table) -> np.ndarray:
 
 
 def _arrays(table: Table, rows: np.ndarray, state: bool) -> list[np.ndarray]:
-    """The arrays of a table that are no columns, in the order of `_specs`."""
+    """Returns a table's arrays that are not columns, in the order of `_specs`."""
     found = [*table.rest] if state else []
     if table.keys is not None:
         found += [column[rows] for column in table.keys.columns]
@@ -242,7 +242,7 @@ def _specs(
 def _columns(
     k: int, table: Table, rows: np.ndarray, kinds: np.ndarray, state: bool
 ) -> Iterator[tuple[str, Spec, np.ndarray, np.ndarray]]:
-    """The columns of the k-th table: name, spec, array and rows."""
+    """Returns the columns of the k-th table: name, spec, array and rows."""
     ids = rows[kinds != _GONE]
     spec = (ids.size, *table.weights.shape[1:]), table.weights.dtype
     yield f"{k}.weights", spec, table.weights, ids
@@ -254,7 +254,7 @@ def _columns(
 
 
 def _count(header: Mapping[str, Any]) -> int:
-    """The number of rows to read or write, of weights and of each leaf of state."""
+    """Counts the rows to read or write, of weights and of each leaf of state."""
     total = 0
     for found in header["tables"].values():
         by_row = (
@@ -337,7 +337,7 @@ class Record:
                 self._read_columns(reader, k, name, put_rows)
 
     def _specs_of(self, k: int, name: str) -> dict[str, Spec]:
-        """All arrays of the k-th table."""
+        """Returns all arrays of the k-th table."""
         table, found = self.tables[name], self.header["tables"][name]
         specs = _specs(k, table, found, self.header["state"])
         for i, column in enumerate(
@@ -545,7 +545,7 @@ def apply(
 
 @contextlib.contextmanager
 def _marked_as_loading(tables: Mapping[str, Table]) -> Iterator[None]:
-    """A kill or an error within it leaves tables that are marked as half loaded."""
+    """Marks tables as half loaded while it lasts, for a kill or an error within it."""
     for table in tables.values():
         table.set_loading(True)
     yield

@@ -180,7 +180,7 @@ class Staging:
         self._engine.queue.submit(work)
 
     def take(self, rows: np.ndarray) -> Staged:
-        """The staged batch of these rows, with their current content."""
+        """Returns the staged batch of these rows, with their current content."""
         self._engine.queue.raise_error()
         head = self._announced[0] if self._announced else None
         if head is not None and np.array_equal(head.rows, rows):
@@ -444,7 +444,7 @@ class Places:
         self._check()
 
     def arrays(self) -> list[jax.Array]:
-        """The weights, and the leaves of state with rows, on the device."""
+        """Returns the weights, and the leaves of state with rows, on the device."""
         found = [self._params[self._tables[0]]]
         found += [self._state[k] for k in self._by_row]
         return [jnp.asarray(node.array) for node in found]
@@ -457,7 +457,7 @@ class Places:
             self._put(self._state, k, array)
 
     def counts(self) -> list[np.ndarray]:
-        """The leaves of state without rows."""
+        """Returns the leaves of state without rows."""
         leaves = [self._state[k] for k in self._counts]
         return [np.asarray(x.array if is_table(x) else x) for x in leaves]
 
@@ -472,7 +472,7 @@ class Places:
         return params, self._state_tree.unflatten(self._state)
 
     def _nodes(self, leaves: Sequence[Any]) -> list[int]:
-        """The positions of the nodes of this cache."""
+        """Returns the positions of the nodes of this cache."""
         is_own = lambda x: isinstance(x, CachedRows) and x.cache is self._cache
         return [k for k, x in enumerate(leaves) if is_own(x)]
 
@@ -511,7 +511,7 @@ class Places:
 def _matches(
     tree: Any, structure: Any, by_row: Sequence[bool], nodes: set[int]
 ) -> list[list[int]]:
-    """The positions of the table's state in the smallest trees that have it all.
+    """Finds the table's state in the smallest trees that have it all.
 
     Args:
       tree: of the positions of its leaves.
@@ -558,13 +558,13 @@ def _padded(slots: np.ndarray, height: int) -> np.ndarray:
 
 @jax.jit
 def _gather(arrays, slots):
-    """The rows of distinct slots."""
+    """Gathers the rows of distinct slots."""
     return [indexing.take_rows(x, slots) for x in arrays]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _scatter(arrays, slots, columns):
-    """The arrays, with other rows in distinct ascending slots."""
+    """Writes other rows to distinct ascending slots of the arrays."""
     return [
         indexing.set_distinct_rows(x, slots, new, indices_are_sorted=True)
         for x, new in zip(arrays, columns)

@@ -126,7 +126,7 @@ class KVStore:
         return name in self.engine.tables
 
     def __getitem__(self, name: str) -> StoredTable:
-        """A table in a tree of parameters, see `StoredTable`."""
+        """Returns a table in a tree of parameters, see `StoredTable`."""
         spec = self.spec(name)
         return StoredTable(self.engine, name, spec.shape, spec.dtype)
 
@@ -221,11 +221,11 @@ class KVStore:
         self.engine.run(lambda: self.engine.tables.update({name: table}))
 
     def names(self) -> tuple[str, ...]:
-        """The names of the tables, in the order they were made."""
+        """Returns the names of the tables, in the order they were made."""
         return tuple(self.engine.tables)
 
     def spec(self, name: str) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of a table, without waiting.
+        """Returns the shape and dtype of a table, without waiting.
 
         Args:
           name: of the table.
@@ -262,7 +262,7 @@ class KVStore:
         return self.engine.table(name).spec.optimizer is not None
 
     def stats(self) -> dict[str, TableStats]:
-        """The size and statistics of each table."""
+        """Returns the size and statistics of each table."""
         tables = self.engine.tables.items()
         return self.engine.run(lambda: {name: t.stats() for name, t in tables})
 
@@ -352,7 +352,7 @@ class KVStore:
         return self.engine.run(work)
 
     def find(self, name: str, keys: ArrayLike | Sequence[str]) -> np.ndarray:
-        """The row of each key, or V if the key has no row. Changes nothing.
+        """Returns the row of each key, or V if the key has no row. Changes nothing.
 
         Args:
           name: of the table.
@@ -376,7 +376,7 @@ class KVStore:
         return self.engine.run(lambda: index.find(found))
 
     def items(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The keys that have a row, and their rows, by ascending row.
+        """Returns the keys that have a row, and their rows, by ascending row.
 
         Args:
           name: of the table.
@@ -432,7 +432,7 @@ class KVStore:
         capacity: int | Mapping[str, int] | None = None,
         mode: str = "error",
     ) -> SelectedRows | dict[str, SelectedRows]:
-        """The rows of `ids`, on the device, or on all devices of the mesh.
+        """Pulls the rows of `ids` to the device, or to all devices of the mesh.
 
         With several processes, the ids of several tables take the same two collectives
         as the ids of one.
@@ -464,7 +464,7 @@ class KVStore:
         return self.engine.pull(name, self._given_by_name(capacity), mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
-        """The rows of `row_ids` without empty slots, as in MXNet.
+        """Pulls the rows of `row_ids` without empty slots, as in MXNet.
 
         The number of slots is the number of distinct rows. It is part of the result's
         shape, so a jitted step is compiled again for each new number.
@@ -473,7 +473,7 @@ class KVStore:
         return self.engine.pull({name: row_ids}, capacity, "error")[name]
 
     def push(self, name: str, grads: PyTree) -> None:
-        """One step of the optimizer with a gradient.
+        """Takes one step of the optimizer with a gradient.
 
         Duplicates are summed, as by `SelectedRows.coalesce`. All other rows keep their
         weights and state. While `prefetch` runs, `push` queues the gradient and returns
@@ -699,7 +699,7 @@ class KVStore:
         tables: PyTree = False,
         donate: bool = True,
     ) -> TrainStep:
-        """The training step of parameters with tables of this store.
+        """Makes the training step of parameters with tables of this store.
 
         See `TrainStep`. Its `prefetch` reads the rows of the next batch while a step
         runs.
@@ -747,7 +747,7 @@ class KVStore:
     # -- all rows ---------------------------------------------------------------------
 
     def pull_all(self, name: str, *, progress: Progress = False) -> np.ndarray:
-        """The weights of all rows, `[V, ...]`, in host memory, without touching them.
+        """Copies all weights, `[V, ...]`, to host memory, without touching rows.
 
         With several processes, each gets the rows of all.
 
@@ -943,7 +943,7 @@ class KVStore:
         return self.engine.run(lambda: self.engine.history.version)
 
     def changed_since(self, version: int) -> dict[str, np.ndarray]:
-        """The ids of the rows that changed after a version.
+        """Returns the ids of the rows that changed after a version.
 
         A row changes if its weights, its state or its key changes, or the use of its
         key by `insert`. A row that is read for the first time does not: it starts the
@@ -1103,7 +1103,7 @@ class KVStore:
     # -- private ----------------------------------------------------------------------
 
     def _keyed(self, name: Any) -> tuple[Table, TableKeys]:
-        """A table and its keys."""
+        """Returns a table and its keys."""
         table = self.engine.table(name)
         if table.keys is None:
             raise ValueError(
@@ -1113,7 +1113,7 @@ class KVStore:
         return table, table.keys
 
     def _given_by_name(self, capacity: Any) -> CapacityOf:
-        """The capacities that were given, an int or None, or a dict of them."""
+        """Returns the capacities that were given, an int or None, or a dict of them."""
         by_name = capacity if isinstance(capacity, Mapping) else {None: capacity}
         for name, size in by_name.items():
             if name is not None:
@@ -1124,7 +1124,7 @@ class KVStore:
 
 
 def _given(capacity: Any) -> CapacityOf:
-    """The capacities of `pull` and `prefetch`: given, or the next power of two."""
+    """Returns capacities of `pull` and `prefetch`: given, or the next power of two."""
     given = Capacities(capacity).given
     return lambda name, count, height: capacity_for(name, count, height, given(name))
 

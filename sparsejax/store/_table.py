@@ -118,7 +118,7 @@ class TableSpec:
         return np.real(made).reshape(-1)[:8].astype(np.float64).tolist()
 
     def first_weights(self, ids: np.ndarray) -> np.ndarray:
-        """The weights with which the rows of ids start; none without an initializer."""
+        """Returns the weights with which rows start; none without an initializer."""
         if self.initializer is None:
             return np.zeros((0, *self.shape[1:]), self.dtype)
         # The programs run on full buckets: XLA compiles the remainder of a vectorized
@@ -132,7 +132,7 @@ class TableSpec:
         return np.asarray(new)[: ids.size].reshape(-1, *self.shape[1:])
 
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
-        """The arrays: weights, touched, state by row, other state, keys."""
+        """Returns the arrays: weights, touched, state by row, other state, keys."""
         specs = [(self.shape, self.dtype), (self.shape[:1], np.uint8)]
         if self.optimizer is not None:
             pairs = list(zip(self.optimizer.specs, self.optimizer.by_row))
@@ -142,7 +142,7 @@ class TableSpec:
         return [*(jax.ShapeDtypeStruct(*spec) for spec in specs), *keys]
 
     def describe(self) -> dict[str, Any]:
-        """The description with which files of the table begin, ready for JSON."""
+        """Describes the table at the start of its files, ready for JSON."""
         leaves = []
         if self.optimizer is not None:
             leaves = [
@@ -204,7 +204,7 @@ class Table:
             self._is_zero = [not x.any() for x in leaves]
 
     def stats(self) -> TableStats:
-        """The current size and usage statistics of the table."""
+        """Returns the current size and usage statistics of the table."""
         keys: dict[str, Any] = {}
         if self.keys is not None:
             keys = {
@@ -228,7 +228,7 @@ class Table:
         )
 
     def description(self) -> dict[str, Any]:
-        """The description of the table that its files begin with."""
+        """Returns the description of the table that its files begin with."""
         step = {} if self.flushed_step is None else {"step": self.flushed_step}
         return step | self.spec.describe()
 
@@ -294,7 +294,7 @@ class Table:
             early.mark_stale(written)
 
     def peek(self, rows: np.ndarray, out: np.ndarray) -> None:
-        """The weights of consecutive `rows`, into `out`, without touching them."""
+        """Copies weights of consecutive `rows` into `out`, without touching them."""
         self.check_usable()
         out[...] = self.weights[rows[0] : rows[-1] + 1]
         if self.spec.initializer is not None:
@@ -303,7 +303,7 @@ class Table:
                 out[fresh] = self.first_weights(rows[fresh])
 
     def chunks(self) -> Iterator[np.ndarray]:
-        """The ids of all rows, some at a time."""
+        """Yields the ids of all rows, some at a time."""
         for start in range(0, self.height, CHUNK):
             stop = min(start + CHUNK, self.height)
             yield np.arange(start, stop, dtype=_arguments.index_dtype(self.height))
@@ -325,7 +325,7 @@ class Table:
     # -- writing ----------------------------------------------------------------------
 
     def step(self, rows: np.ndarray, values: Any) -> None:
-        """One step of the optimizer.
+        """Takes one step of the optimizer.
 
         Args:
           rows, values: of the gradient.
@@ -407,7 +407,7 @@ class Table:
             self.touched[block] = 1
 
     def first_weights(self, rows: np.ndarray) -> np.ndarray:
-        """The weights of untouched rows."""
+        """Returns the weights of untouched rows."""
         if self.spec.initializer is None:
             return np.take(self.weights, rows, axis=0, mode="clip")
         return self.spec.first_weights(self.spec.owners.ids(rows))
@@ -430,7 +430,7 @@ class Table:
         self.changed_at = RowVersions(self.height)
 
     def ids_of(self, rows: np.ndarray) -> np.ndarray:
-        """The ids of rows of this process, in the dtype of `SelectedRows.rows`."""
+        """Returns ids of this process's rows, in the dtype of `SelectedRows.rows`."""
         owners = self.spec.owners
         return owners.ids(rows).astype(_arguments.index_dtype(owners.height))
 
@@ -487,7 +487,7 @@ class Table:
 def _first_rows(
     initializer: Callable, shape: tuple[int, ...], dtype: Any, key: Any, ids: jax.Array
 ) -> jax.Array:
-    """The result of `initializer` for each row, with a key made from the row's id."""
+    """Calls `initializer` for each row, with a key made from the row's id."""
     row = lambda i: initializer(jax.random.fold_in(key, i), shape, dtype)
     return jax.vmap(row)(ids).astype(dtype)
 

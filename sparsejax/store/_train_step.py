@@ -208,7 +208,7 @@ class TrainStep:
         batch: PyTree,
         rows: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Any, Any]:
-        """One step on one batch.
+        """Takes one step on one batch.
 
         Args:
           params: a tree with tables of the store. Its arrays are donated, unless
@@ -299,7 +299,7 @@ class TrainStep:
     def _request(
         self, program: Program, caches: Mapping[str, Any], arrays: Sequence[Any]
     ) -> Request:
-        """The rows that a batch reads, of tables of the store and of caches."""
+        """Returns the rows that a batch reads, of tables of the store and of caches."""
         ids, capacity, cached = (
             program.ids(arrays),
             program.capacity(self._capacities),
@@ -315,12 +315,12 @@ class TrainStep:
 
 
 def _ids(rows: Any) -> Any:
-    """The ids of pulled rows, or None."""
+    """Returns the ids of pulled rows, or None."""
     return rows.rows if is_selected_rows(rows) else None
 
 
 def _sum(parts: Sequence[SelectedRows]) -> SelectedRows:
-    """The sum of gradients of the same slots."""
+    """Sums gradients of the same slots."""
     first, *others = parts
     if not others:
         return first
@@ -332,7 +332,7 @@ def _sum(parts: Sequence[SelectedRows]) -> SelectedRows:
 
 
 def _clip(grads: Any, max_norm: float) -> Any:
-    """All gradients times `min(1, max_norm / their global norm)`."""
+    """Scales all gradients by `min(1, max_norm / their global norm)`."""
     norm = global_norm(grads)
     scale = jnp.where(norm > max_norm, max_norm / jnp.maximum(norm, max_norm), 1)
     shrink = lambda v: v * scale.astype(v.dtype)

@@ -74,7 +74,7 @@ class _TreeTable:
         return len(self.shape)
 
     def no_rows(self) -> jax.Array:
-        """The row of one empty slot."""
+        """Returns the row of one empty slot."""
         height = self.shape[0]
         return jnp.full((1,), height, _arguments.index_dtype(height))
 
@@ -146,26 +146,26 @@ class StoredTable(_TreeTable):
     # -- in a step --------------------------------------------------------------------
 
     def not_read(self) -> Found:
-        """The rows of a step that does not read the table: one empty slot."""
+        """Returns the rows of a step that does not read the table: one empty slot."""
         return self.no_rows(), jnp.zeros((1, *self.shape[1:]), self.dtype)
 
     def values(self, found: Found) -> Any:
-        """The array to differentiate: the pulled rows of this table."""
+        """Returns the array to differentiate: the pulled rows of this table."""
         return found[1]
 
     def view(self, values: PyTree, found: Found) -> Any:
-        """What the function gets in place of the table, to read these values."""
+        """Returns the view that the function gets instead of the table."""
         return view_of_rows(self, values, found[0])
 
     def gradient(self, grad: PyTree, found: Found) -> Any:
-        """The gradient of the rows, from the gradient of `values`."""
+        """Returns the gradient of the rows, from the gradient of `values`."""
         wide = indexing.accumulator_dtype(grad.dtype)
         zeros = jnp.zeros(found[1].shape, wide)
         sums = indexing.add_rows(zeros, grad.safe_rows(), grad.values.astype(wide))
         return SelectedRows(found[0], sums.astype(grad.dtype), self.shape[0])
 
     def without_array(self) -> StoredTable:
-        """The table for an argument whose values are passed apart."""
+        """Returns the table for an argument whose values are passed apart."""
         return self
 
 
@@ -182,15 +182,15 @@ class ListedTable(StoredTable):
     """
 
     def values(self, found: Found) -> Any:
-        """As `StoredTable.values`."""
+        """Implements `StoredTable.values`."""
         return SelectedRows(found[0], found[1], self.shape[0])
 
     def view(self, values: PyTree, found: Found) -> Any:
-        """As `StoredTable.view`."""
+        """Implements `StoredTable.view`."""
         return values
 
     def gradient(self, grad: PyTree, found: Found) -> Any:
-        """As `StoredTable.gradient`."""
+        """Implements `StoredTable.gradient`."""
         return grad
 
 
@@ -245,7 +245,7 @@ class CachedRows(_TreeTable):
         self.shape, self.dtype = stored.shape, stored.dtype
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """The child with its key, and the static fields."""
+        """Returns the child with its key, and the static fields."""
         key = jax.tree_util.GetAttrKey("array")
         return ((key, self.array),), (self.cache, self.stored)
 
@@ -263,23 +263,23 @@ class CachedRows(_TreeTable):
     # -- in a step --------------------------------------------------------------------
 
     def not_read(self) -> Found:
-        """As `StoredTable.not_read`."""
+        """Implements `StoredTable.not_read`."""
         return self.no_rows(), self.no_rows()
 
     def values(self, found: Found) -> Any:
-        """As `StoredTable.values`: the array of slots."""
+        """Implements `StoredTable.values`: the array of slots."""
         return self.array
 
     def view(self, values: PyTree, found: Found) -> Any:
-        """As `StoredTable.view`."""
+        """Implements `StoredTable.view`."""
         return view_of_rows(self, values, *found)
 
     def gradient(self, grad: PyTree, found: Found) -> Any:
-        """As `StoredTable.gradient`, of the array of slots."""
+        """Implements `StoredTable.gradient`, of the array of slots."""
         return CachedRows(grad, self.cache, self.stored)
 
     def without_array(self) -> StoredTable:
-        """As `StoredTable.without_array`."""
+        """Implements `StoredTable.without_array`."""
         return self.stored
 
 
@@ -289,18 +289,18 @@ def is_table(x: Any) -> bool:
 
 
 def tables_of(tree: Any) -> list[Any]:
-    """The tables in a tree, in order; a table occurs as often as in the tree."""
+    """Returns a tree's tables in order; each occurs as often as in the tree."""
     return [x for x in jax.tree.leaves(tree, is_leaf=is_table) if is_table(x)]
 
 
 def caches_of(tree: Any) -> dict[str, Cache]:
-    """The device caches of the tables in a tree, by name."""
+    """Returns the device caches of the tables in a tree, by name."""
     found = tables_of(tree)
     return {table.name: table.cache for table in found if isinstance(table, CachedRows)}
 
 
 def put_tables(tree: Any, values: Sequence[Any]) -> Any:
-    """The tree with `values` in place of its tables, in the order of `tables_of`."""
+    """Replaces the tree's tables by `values`, in the order of `tables_of`."""
     is_leaf = lambda x: is_table(x) or is_selected_rows(x)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     found = iter(values)
@@ -339,7 +339,7 @@ stored_table_p = _compat.view_primitive(
 
 
 def view_to_record(table: _TreeTable, number: int) -> jax.Array:
-    """A view of a table that records ids, for a walk with this number of the table."""
+    """Makes a view of a table that records ids, for a walk with the table's number."""
     values = jnp.zeros((1, *table.shape[1:]), table.dtype)
     rows = jnp.zeros((1,), _arguments.index_dtype(table.shape[0]))
     static = _Static(table.name, table.shape[0], number)
@@ -352,7 +352,7 @@ def view_of_rows(
     rows: jax.Array,
     slots: jax.Array | None = None,
 ) -> jax.Array:
-    """A view of a table that reads pulled rows, or the slots of a cache.
+    """Makes a view of a table that reads pulled rows, or the slots of a cache.
 
     Args:
       table: the table.
@@ -390,7 +390,7 @@ class _Reader(RowReader):
     static: _Static
 
     def refuse(self, ref: TableRef, use: str) -> NoReturn:
-        """As `RowReader.refuse`."""
+        """Implements `RowReader.refuse`."""
         name, height = self.static.name, self.static.height
         raise DensifyError(
             f"{use}, and so needs all {height} rows of table {name!r}, which are in "
@@ -401,7 +401,7 @@ class _Reader(RowReader):
         )
 
     def _in_table(self, ids: jax.Array, counts: jax.Array, nearest: bool) -> jax.Array:
-        """The ids of the rows that a read returns; the height for no row."""
+        """Returns the ids of the rows that a read returns; the height for no row."""
         height = _arguments.scalar(self.static.height, ids)
         if nearest:
             last = _arguments.scalar(self.static.height - 1, ids)
@@ -416,7 +416,7 @@ class _IdsReader(_Reader):
     def read(
         self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
     ) -> jax.Array:
-        """As `RowReader.read`."""
+        """Implements `RowReader.read`."""
         row = ref.array.shape[1:]
         if not ids.size:
             return jnp.zeros((*ids.shape, *row), ref.array.dtype)
@@ -431,7 +431,7 @@ class _IdsReader(_Reader):
     def bag_sum(
         self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
-        """As `RowReader.bag_sum`."""
+        """Implements `RowReader.bag_sum`."""
         rows = indexing.merge_axes(ctx.read(ref, ids, drop=False), ids.ndim)
         places = jnp.arange(ids.size, dtype=jnp.int32).reshape(ids.shape)
         return bag_sum_rule(ctx, TableRef.of_array(rows), places, *rest, spec=spec)
@@ -447,7 +447,7 @@ class _RowsReader(_Reader):
     def read(
         self, ctx: Any, ref: TableRef, ids: jax.Array, counts: jax.Array, nearest: bool
     ) -> jax.Array:
-        """As `RowReader.read`."""
+        """Implements `RowReader.read`."""
         small = TableRef.of(ref.index, ref.array)
         small = dataclasses.replace(small, stopped=ref.stopped)
         slots, _ = self._slots(self._in_table(ids, counts, nearest), ref)
@@ -459,7 +459,7 @@ class _RowsReader(_Reader):
     def bag_sum(
         self, ctx: Any, ref: TableRef, ids: jax.Array, rest: Sequence[Any], spec: Any
     ) -> jax.Array:
-        """As `RowReader.bag_sum`."""
+        """Implements `RowReader.bag_sum`."""
         small = dataclasses.replace(ref, shape=ref.array.shape, reader=None)
         if ref.steps:
             shape = (ref.array.shape[0], *ref.shape[1:])
@@ -470,7 +470,7 @@ class _RowsReader(_Reader):
         return jnp.where(absent, indexing.fill_value(sums.dtype), sums)
 
     def _slots(self, ids: jax.Array, ref: TableRef) -> tuple[jax.Array, jax.Array]:
-        """The slot of each id, C for an id without one; and which ids have one."""
+        """Returns each id's slot, C without one, and a mask of ids that have one."""
         slots, stored = merge.find_slots(self.rows, ids, self.static.height)
         if self.slots is not None:
             slots = self.slots[slots]

@@ -107,7 +107,7 @@ def wire_bytes(
     loop_trips: int = 1,
     branch: Callable[[Sequence[int]], int] = max,
 ) -> WireBytes:
-    r"""The bytes that one device sends in one run of a compiled program.
+    r"""Counts the bytes that one device sends in one run of a compiled program.
 
     The sum over the program's collectives, each by its formula in the module's
     docstring, for example `2 B (g - 1) / g` for an all-reduce of B bytes in groups of g
@@ -220,7 +220,7 @@ class _Program:
     def run(
         self, name: str, loop_trips: int, branch: Callable[[Sequence[int]], int]
     ) -> list[Collective]:
-        """The collectives in one run of a computation: its loops, branches, calls."""
+        """Counts collectives in one run of a computation: loops, branches, calls."""
         collectives: list[Collective] = []
         for instruction in self.computations.get(name, ()):
             opcode, _, attributes = instruction
@@ -280,7 +280,7 @@ def _num_bytes(dtype: str, dims: str) -> int:
 
 
 def _group_size(attributes: str, num_devices: int) -> int:
-    """How many devices exchange: HLO writes groups as lists, as an iota, or as axes."""
+    """Counts a group's devices; HLO writes groups as lists, as an iota, or as axes."""
     if match := re.search(r"replica_groups=\[([\d,]+)\]<=", attributes):
         return int(match[1].split(",")[-1])
     axes = r"replica_groups=mesh\[(.*?)\][^{]*\{([^{}]*)\}"
@@ -310,7 +310,7 @@ def _until_closed(text: str, end: str) -> tuple[str, str]:
 
 
 def _split_tuple(shape: str) -> list[str]:
-    """The members of a tuple shape."""
+    """Splits a tuple shape into its members."""
     parts, depth = [""], 0
     for letter in shape[1:-1]:
         depth += (letter in "([{") - (letter in ")]}")

@@ -108,7 +108,7 @@ def add_bags(
     height: int,
     spec: BagSpec,
 ) -> jax.Array:
-    """The transpose of `bag_sum`: adds each bag's sum to its rows of a table."""
+    """Transposes `bag_sum`: adds each bag's sum to its rows of a table."""
     table = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
     if spec.segmented:
         rows = row_cotangents(sums, ids, *rest, spec=spec)

@@ -118,7 +118,7 @@ def segment_argmin(x: jax.Array, segments: Segments) -> jax.Array:
 def segment_top_k(
     x: jax.Array, segments: Segments, *, k: int, empty: Any = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The k largest elements of each segment, and their positions inside it.
+    """Returns the k largest elements of each segment, and their positions inside it.
 
     `values[s, 0] >= values[s, 1] >= ...` are the largest elements of
     `{data[i]: segment_ids[i] == s}`. Equal elements keep their order, and NaN counts as

@@ -60,11 +60,11 @@ class Program:
         return f"Program({self.jaxpr})"
 
     def with_consts(self, consts: Sequence[Any]) -> "Program":
-        """The same program with other constants, as in a `shard_map`."""
+        """Returns the same program with other constants, as in a `shard_map`."""
         return Program(self.jaxpr, consts, self._key)
 
     def with_outputs(self, kept: Sequence[bool]) -> "Program":
-        """The same program with some of its results."""
+        """Returns the same program with some of its results."""
         if all(kept):
             return self
         outs = [v for v, is_kept in zip(self.jaxpr.outvars, kept) if is_kept]
@@ -90,7 +90,7 @@ class Program:
         return [v.aval for v in self.jaxpr.outvars]
 
     def on_rows(self, num_rows: int) -> Callable:
-        """The function of many rows: `[n, ...]` for each `[1, ...]`.
+        """Makes the function of many rows: `[n, ...]` for each `[1, ...]`.
 
         Args:
           num_rows: how many of the arguments are rows.
@@ -134,7 +134,7 @@ def merge_rows(
 
 
 def _one_by_one(merge):
-    """The lowering of `merge_rows` that merges each gradient by itself."""
+    """Lowers `merge_rows` by merging each gradient by itself."""
 
     def merge_each(*arrays, heights):
         return [x for args in _gradients(arrays, heights) for x in merge(*args)]
@@ -143,7 +143,7 @@ def _one_by_one(merge):
 
 
 def _gradients(arrays, heights):
-    """The gradients `(rows, values, height)`, from the arguments of the primitive."""
+    """Returns the gradients `(rows, values, height)` in the primitive's arguments."""
     rows, values = arrays[: len(heights)], arrays[len(heights) :]
     return list(zip(rows, values, heights))
 
@@ -225,7 +225,7 @@ def update_rows(
 
 
 def _update_at_once(rows, at, values, count, *rest, program, num_tables, writes):
-    """The reference: reads all rows, computes, writes."""
+    """Reads all rows, computes and writes; the reference."""
     tables, others = rest[:num_tables], rest[num_tables:]
     height = tables[0].shape[0]
     filled = indexing.in_range(rows, height)
@@ -350,7 +350,7 @@ def _pad(x: jax.Array, block: int, value: Any) -> jax.Array:
 
 
 def _turns(count: jax.Array, block: int) -> jax.Array:
-    """The number of blocks that hold `count` entries."""
+    """Returns the number of blocks that hold `count` entries."""
     return (count + np.int32(block - 1)) // np.int32(block)
 
 

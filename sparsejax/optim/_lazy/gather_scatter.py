@@ -46,7 +46,7 @@ def gather_rows(rows: SelectedRows, table: Any, otherwise: jax.Array) -> jax.Arr
 
 @functools.singledispatch
 def scatter_rows(rows: SelectedRows, table: Any, values: jax.Array) -> jax.Array:
-    """The table with these rows replaced; the rows must be distinct and ascending."""
+    """Replaces these rows of the table; they must be distinct and ascending."""
     table = jnp.asarray(table)
     if not rows.height:
         return table
@@ -55,7 +55,7 @@ def scatter_rows(rows: SelectedRows, table: Any, values: jax.Array) -> jax.Array
 
 @functools.singledispatch
 def as_update(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
-    """The update of a table: zero in empty slots, and no more slots than the gradient.
+    """Makes the table's update: zero in empty slots, at most the gradient's slots.
 
     Args:
       rows: the merged gradient.
@@ -111,7 +111,7 @@ def gather(
     owners: Sequence[int | None],
     merged: dict[int, SelectedRows],
 ) -> tuple[Any, Any, Any]:
-    """The arguments of `tx.update`, with rows in place of tables.
+    """Returns the arguments of `tx.update`, with rows instead of tables.
 
     Args:
       init: `tx.init`.
@@ -155,7 +155,7 @@ def scatter_state(
     owners: Sequence[int | None],
     merged: dict[int, SelectedRows],
 ) -> Any:
-    """The new state, with its rows written into the tables of the old state."""
+    """Returns the new state, with its rows written into the tables of the old state."""
     leaves, treedef = jax.tree.flatten(new_state)
     for k, (owner, old) in enumerate(zip(owners, jax.tree.leaves(state))):
         if owner is not None:

@@ -37,7 +37,7 @@ from sparsejax.optim._lazy.step import Step
 
 @functools.singledispatch
 def passes_over(grad: SelectedRows, table: Any, others: Sequence[jax.Array]) -> Any:
-    """The passes over a gradient's rows in `table`, or None if it has none.
+    """Returns the passes over a gradient's rows in `table`, or None if it has none.
 
     The result has three methods:
 
@@ -205,7 +205,7 @@ def _merge_together(passes: Sequence[_OneDevice]) -> None:
 
 
 def _fresh(init: Callable, step: Step) -> list[Any]:
-    """The leaves of the state of tables whose only row was never touched."""
+    """Returns the leaves of the state of tables whose only row was never touched."""
     rows = [
         jnp.zeros((1, *x.shape[1:]), x.dtype) if i in step.tables else x
         for i, x in enumerate(step.weights or ())
@@ -270,7 +270,7 @@ class _Table:
         )
 
     def finish(self, update: Any, new: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
-        """The update of the table, and the leaves of the state that changed."""
+        """Returns the update of the table, and the leaves of the state that changed."""
         new = {k: x for k, x in new.items() if x is not self.follower[k]}
         function = RowFunction([update, *new.values()], self.nodes())
         if not new and function.is_linear(self.gradient):
@@ -319,7 +319,7 @@ class _Table:
         outputs: Callable,
         key: Any = None,
     ) -> block_pass.Program:
-        """The function as a program `(gradient, *nodes, *operands)` of one row."""
+        """Traces the function: a program `(gradient, *nodes, *operands)` of one row."""
         count = len(nodes) + 1
 
         def program(*args):

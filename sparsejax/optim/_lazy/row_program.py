@@ -148,7 +148,7 @@ class RowFunction:
         self._names = list(operands)
 
     def __call__(self, rows: Sequence[jax.Array], operands: Sequence[Any]) -> list[Any]:
-        """The outputs, from `inputs` of shape `[1, ...]` and the operands."""
+        """Computes the outputs from `inputs` of shape `[1, ...]` and the operands."""
         env: dict[int, Any] = {id(x): y for x, y in zip(self.inputs, rows)}
         env.update(zip(self._names, operands))
 
@@ -163,7 +163,7 @@ class RowFunction:
         return [read(x) for x in self.outputs]
 
     def key(self, rows: Sequence[Node]) -> Any:
-        """A key of the function, equal for tables of equal rows that are treated alike.
+        """Returns a key of the function, equal for tables of equal rows treated alike.
 
         Args:
           rows: nodes, among them all `inputs`.
@@ -299,7 +299,7 @@ class _Runner:
         self._path = ()  # the equations whose programs are being run
 
     def value(self, x: Any) -> Any:
-        """A global value, computed now if it is not known yet."""
+        """Returns a global value, computed now if it is not known yet."""
         if isinstance(x, Reduction):
             if x.value is None:
                 group = [r for r in self._pending if r.table == x.table]
@@ -344,7 +344,7 @@ class _Runner:
         ]
 
     def _eval(self, values):
-        """The context of a global equation: constants are computed, to be looked at."""
+        """Enters the context of a global equation, in which constants are computed."""
         if self._report is None or any(isinstance(x, Tracer) for x in values):
             return contextlib.nullcontext()
         return jax.ensure_compile_time_eval()
@@ -386,7 +386,7 @@ class _Runner:
         return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
 
     def _cond(self, eqn, ins, table):
-        """A conditional on something global, with rows among its operands.
+        """Evaluates a conditional on something global, with rows among its operands.
 
         Its outputs that have rows come from one equation on nodes. Its global outputs
         come from another conditional, without the rows.
@@ -440,7 +440,7 @@ class _Runner:
         ]
 
     def _cond_at_once(self, eqn, ins):
-        """A conditional whose branches reduce rows: all are computed, one is chosen.
+        """Evaluates all branches of a conditional that reduce rows, and chooses one.
 
         So their reductions share a pass over the rows with those outside of it.
         """
@@ -481,7 +481,7 @@ def _refuse(group):
 
 
 def without_rows(x: Any) -> Any:
-    """The value of a node that is the same in all rows, such as a bias of shape [1]."""
+    """Returns the value of a node that all rows share, such as a bias of shape [1]."""
     if not isinstance(x, Node):
         return x
     if x.table is not None:
@@ -519,7 +519,7 @@ def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
 
 
 def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
-    """An equation's parameters as one row sees them, None if it mixes rows.
+    """Returns an equation's parameters for one row, None if it mixes rows.
 
     An output entry of a row is then computed from that row's entry of the inputs.
 

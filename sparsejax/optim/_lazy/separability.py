@@ -227,7 +227,7 @@ def _tree(params: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def moved(tx: Any, treedef: Any, specs: Sequence[Any]) -> dict[int, list[str]]:
-    """What changes in a row without a gradient: "weights", or paths in the state.
+    """Returns what a row without gradient changes: "weights", or paths in the state.
 
     Returns:
       Of each table that can be lifted.
@@ -255,7 +255,7 @@ def refusal(tx: Any, treedef: Any, specs: Sequence[Any]) -> Reason | None:
 
 
 def candidates(specs: Sequence[Any]) -> list[int]:
-    """The leaves that may be tables, the one with the most rows first."""
+    """Returns the leaves that may be tables, the one with the most rows first."""
     arrays = [i for i, spec in enumerate(specs) if trees.is_float_array(spec)]
     tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
     return sorted(tables, key=lambda i: specs[i].shape[0], reverse=True)
@@ -263,7 +263,7 @@ def candidates(specs: Sequence[Any]) -> list[int]:
 
 @trees.remember
 def of_candidates(tx: Any, treedef: Any, specs: Sequence[Any]) -> Verdict:
-    """The verdict on all leaves that may be tables; see `of_leaves`."""
+    """Judges all leaves that may be tables; see `of_leaves`."""
     if not checks.is_transformation(tx):
         raise TypeError(f"not an optax transformation: {tx!r}")
     tables = tuple(candidates(specs))
@@ -277,7 +277,7 @@ def of_leaves(
     tables: Sequence[int],
     one_by_one: bool = True,
 ) -> Verdict:
-    """The verdict on some leaves, of which those that fail are dense leaves.
+    """Judges some leaves; leaves that fail are dense leaves.
 
     If all fail together, each is judged alone; unless `one_by_one`, then none is
     refused, and none can be lifted.
@@ -301,7 +301,7 @@ def of_leaves(
 def of_tables(
     tx: Any, treedef: Any, specs: Sequence[Any], tables: Sequence[int]
 ) -> Verdict:
-    """The verdict on tables that are lifted at once, and on nothing else."""
+    """Judges tables that are lifted at once, and nothing else."""
     with jax_defaults():
         try:
             update = Update(tx, treedef, specs, tables)
@@ -323,7 +323,7 @@ def for_tables(
     tables: Sequence[int],
     check: bool = True,
 ) -> Verdict:
-    """The verdict on tables, which may be known from `of_candidates`.
+    """Judges tables, whose verdict may be known from `of_candidates`.
 
     With `check=False`, it is only refused what no one can lift: state without rows.
     """
@@ -341,7 +341,7 @@ def for_tables(
 
 
 def refused(name: str, reason: Reason, is_stack: bool = False) -> ValueError:
-    """The error for a leaf, or an optimizer, that cannot be lifted."""
+    """Makes the error for a leaf, or an optimizer, that cannot be lifted."""
     if is_stack:
         name += ", a stack of tables whose gradient has rows of each,"
     elif name.startswith("grads"):
@@ -369,7 +369,7 @@ def refused(name: str, reason: Reason, is_stack: bool = False) -> ValueError:
 
 
 def reason(tx: Any, fault: NotByRows) -> Reason:
-    """A fault in words, with the part and the line that it is in."""
+    """Describes a fault, with the part and the line that it is in."""
     found, line = parts.of_equation(fault.path)
     if fault.__cause__ is not None:
         found = parts.of_error(fault.__cause__)
@@ -461,7 +461,7 @@ class Update:
         return jax.ShapeDtypeStruct((*rows[table], *rest), spec.dtype)
 
     def arguments(self) -> list[Any]:
-        """The arguments of a trace for one row: nodes of tables, types of the rest."""
+        """Returns one row's arguments for a trace: nodes of tables, else types."""
         leaves = [
             (i, trees.plain(s))
             for i, s in enumerate(self.specs)
@@ -474,7 +474,7 @@ class Update:
         ]
 
     def nodes(self, table: int | None) -> list[Node]:
-        """The arguments that are rows of a table, of all for None."""
+        """Returns the arguments that are rows of a table; None means of all tables."""
         nodes = [x for x in self.arguments() if isinstance(x, Node)]
         return [x for x in nodes if table in (None, x.table)]
 
@@ -534,7 +534,7 @@ class Update:
         return refused | refused_by_type(self.leaves)
 
     def faults(self) -> list[NotByRows]:
-        """What speaks against lifting the tables."""
+        """Returns the reasons against lifting the tables."""
         found: list[NotByRows] = []
         try:
             many = self.trace(self.many_rows)
@@ -554,7 +554,7 @@ class Update:
         return found or [*self._faults_of(split, over_rows)]
 
     def _tables_of(self, jaxpr, path) -> Any:
-        """The tables that an equation is computed from, without those it is sure of."""
+        """Returns the tables an equation is computed from, except the known ones."""
         tables = {
             v: frozenset([x.table])
             for v, x in zip(jaxpr.invars, self.arguments())
@@ -757,7 +757,7 @@ class Update:
         return found | {id(x): np.zeros(x.aval.shape, x.aval.dtype) for x in weights}
 
     def function(self, split: row_program.Split, table: int) -> RowFunction:
-        """The update of a row, its new state, and its old state."""
+        """Returns the update of a row, its new state, and its old state."""
         own = [k for k, node in self.followers.items() if node.table == table]
         n = len(self.tables)
         outputs = [
@@ -768,7 +768,7 @@ class Update:
         return RowFunction(outputs, self.nodes(table))
 
     def moved(self, split: row_program.Split, table: int) -> list[str]:
-        """What changes in a row of a table without a gradient."""
+        """Returns what changes in a row of a table without a gradient."""
         own = [k for k, node in self.followers.items() if node.table == table]
         update, *state = self.run(self.function(split, table), "zero", "any")
         # A state that cannot be, like a variance below zero, gives NaN.
@@ -833,7 +833,7 @@ def _path(x: Any) -> tuple[Any, ...]:
 
 
 def _required(update: Any) -> list[str]:
-    """The arguments that an update requires by name."""
+    """Returns the arguments that an update requires by name."""
     parameters = inspect.signature(update).parameters.values()
     return [
         p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty
@@ -841,7 +841,7 @@ def _required(update: Any) -> list[str]:
 
 
 def _missing(error: BaseException | None) -> set[str]:
-    """The arguments that an update inside of the update requires by name.
+    """Returns the arguments that an update inside of the update requires by name.
 
     Its signature cannot be reached, but Python's message has the names.
     """
@@ -851,7 +851,7 @@ def _missing(error: BaseException | None) -> set[str]:
 
 
 def _by_number(fault: NotByRows) -> NotByRows:
-    """The fault of an update that can be traced with all rows, but not with fewer."""
+    """Returns the fault of an update that traces with all rows, but not with fewer."""
     fault.why = f"{fault.why}; {BY_NUMBER}"
     return fault
 

@@ -92,7 +92,7 @@ def find(
 
     @functools.cache
     def grown(*leaves: int) -> list[Any] | None:
-        """The leaves of the state if some parameters have more rows."""
+        """Returns the leaves of the state if some parameters have more rows."""
         try:
             some = {i: more[i] for i in leaves}
             _, state = trace(init, treedef, _grow(specs, some))
@@ -143,7 +143,7 @@ def find(
 
 
 def without_mesh() -> Any:
-    """A context in which shapes are global shapes, even inside `shard_map`."""
+    """Enters a context in which shapes are global, even inside `shard_map`."""
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
@@ -170,7 +170,7 @@ def trace(init: Callable, treedef: Any, specs: Sequence[Any]) -> tuple[Any, Any]
 
 
 def cannot_run(error: Exception) -> NotByRows:
-    """The fault of a transformation that raises."""
+    """Makes the fault of a transformation that raises."""
     message = str(error).strip().split("\n")[0]
     return NotByRows(
         f"it cannot run on rows of a table ({type(error).__name__}: {message})"

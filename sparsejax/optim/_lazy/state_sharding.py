@@ -26,7 +26,7 @@ from sparsejax.optim._lazy import state_leaves
 
 @functools.singledispatch
 def rows_sharding(node: Any) -> NamedSharding | None:
-    """The sharding of a table if its rows are known to be sharded, else None.
+    """Returns the sharding of a table if its rows are known to be sharded, else None.
 
     A table type that is a pytree node registers its own implementation.
     """
@@ -97,7 +97,7 @@ def check_sharded(grads: Any, params: Any, state: Any) -> None:
 
 
 def _static(table: Any) -> Any:
-    """The static part of a table: its height, layout and mesh."""
+    """Returns the static part of a table: its height, layout and mesh."""
     return jax.tree.structure(table.map(lambda _: 0))
 
 
@@ -143,7 +143,7 @@ def init(tx_init: Callable, params: Any) -> Any:
 
 
 def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
-    """A traced leaf with this sharding, for any type of mesh axes."""
+    """Gives a traced leaf this sharding, for any type of mesh axes."""
     if jax.sharding.get_abstract_mesh().manual_axes:
         return leaf  # already the shard of one device
     if AxisType.Explicit not in want.mesh.axis_types:
@@ -157,6 +157,6 @@ def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
 
 
 def _sharding(mesh: Any, leaf: jax.Array, *parts: Any) -> NamedSharding:
-    """A sharding with one entry per axis, as in the types of explicit axes."""
+    """Makes a sharding with one entry per axis, as in the types of explicit axes."""
     rest = (None,) * (leaf.ndim - len(parts))
     return NamedSharding(mesh, PartitionSpec(*parts, *rest))

@@ -47,7 +47,7 @@ class Step(NamedTuple):
 
     @classmethod
     def of(cls, updates: Any, state: Any, params: Any) -> "Step":
-        """The step with these arguments; raises if they do not fit together."""
+        """Makes the step with these arguments; raises if they do not fit together."""
         grads, treedef = trees.flatten(updates)
         state_sharding.check_sharded(updates, params, state)
         weights = trees.flatten_params(updates, params)
@@ -63,11 +63,11 @@ class Step(NamedTuple):
         return self.treedef, self.specs, self.tables
 
     def path(self, table: int) -> str:
-        """The path of a table, for messages."""
+        """Returns the path of a table, for messages."""
         return trees.leaf_paths(self.treedef.unflatten(self.grads), "grads")[table]
 
     def flat(self, owners: Sequence[int | None], expected: Any) -> "Step":
-        """The same step with one table in place of each stack.
+        """Returns the same step with one table instead of each stack.
 
         Args:
           owners: for each leaf of the state, the table that it follows, or None.
@@ -107,7 +107,7 @@ class Step(NamedTuple):
 
 
 def with_stacks(stacks: Any, specs: Sequence[Any]) -> tuple[Any, ...]:
-    """The specs of parameters, with a `StackSpec` for each stack."""
+    """Returns the specs of parameters, with a `StackSpec` for each stack."""
     return tuple(
         trees.StackSpec(x.shape, x.dtype) if i in stacks else x
         for i, x in enumerate(specs)

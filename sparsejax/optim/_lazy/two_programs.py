@@ -35,7 +35,7 @@ def differences(
     *,
     is_exact: bool = True,
 ) -> Iterator[NotByRows]:
-    """Where two programs differ in more than their number of rows.
+    """Returns where two programs differ in more than their number of rows.
 
     Args:
       a, b: programs of the same arguments, as `(open jaxpr, consts)`; `a` has fewer
@@ -117,7 +117,7 @@ def _difference(a: Any, b: Any, bodies: Sequence[Any], is_exact: bool) -> str | 
 
 
 def _axes(v: Any, w: Any) -> int | None:
-    """The number of axes that run over rows, from a value's types in both programs."""
+    """Counts the axes over rows, from a value's types in both programs."""
     a, b = v.aval.shape, w.aval.shape
     if a == b:
         return 0
@@ -126,7 +126,7 @@ def _axes(v: Any, w: Any) -> int | None:
 
 
 def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
-    """The programs among the parameters of an equation."""
+    """Returns the programs among the parameters of an equation."""
     found = []
     for value in eqn.params.values():
         values = value if isinstance(value, (tuple, list)) else (value,)
@@ -160,7 +160,7 @@ def _same_params(a: Any, b: Any) -> bool:
 def reached(
     jaxpr: Any, inputs: Iterable[bool], placeholders: Iterator[bool]
 ) -> list[bool]:
-    """For each output of a program, True if a marked value reaches it.
+    """Returns, for each output of a program, True if a marked value reaches it.
 
     Booleans pass nothing on.
 

@@ -29,7 +29,7 @@ from sparsejax.optim._lazy.lazy import lazy
 def dense_or_rows(
     init: Callable, update: Callable, kind: type
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation that accepts dense and SelectedRows gradients.
+    """Makes a transformation that accepts dense and SelectedRows gradients.
 
     If some gradient is a SelectedRows, `lazy` lifts `update` and keeps the structure of
     the state. Otherwise `update` runs directly and updates all rows. Inside another
@@ -89,7 +89,7 @@ def map_leaves(
 
 
 def result_dtype(g: jax.Array, w: Any) -> Any:
-    """The dtype of an update: the wider one of the gradient's and the weights'."""
+    """Returns an update's dtype: the wider one of the gradient's and the weights'."""
     return g.dtype if w is None else indexing.promote(g.dtype, w.dtype)
 
 
@@ -118,12 +118,12 @@ def check_decay_rates(**values: Any) -> None:
 
 
 def at(value: Any, count: Any) -> Any:
-    """The value at step `count` of a hyperparameter, a number or a schedule."""
+    """Evaluates a hyperparameter, a number or a schedule, at step `count`."""
     return value(count) if callable(value) else value
 
 
 def like(value: Any, x: jax.Array) -> jax.Array:
-    """A number in the dtype of `x`, as strict dtype promotion requires."""
+    """Casts a number to the dtype of `x`, as strict dtype promotion requires."""
     return jnp.asarray(value).astype(x.dtype)
 
 
@@ -133,7 +133,7 @@ def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
 
 
 def log(decay: Any) -> Any:
-    """The logarithm of a hyperparameter, in float64 if it is a number."""
+    """Returns the log of a hyperparameter, in float64 if it is a number."""
     if not isinstance(decay, (int, float, np.generic)):
         return jnp.log(decay)
     with np.errstate(divide="ignore"):
@@ -144,7 +144,7 @@ def log(decay: Any) -> Any:
 
 
 def row_zeros(p: Any, dtype: Any = None) -> jax.Array:
-    """One zero per row of `p`, by default in the accumulator dtype."""
+    """Makes one zero per row of `p`, by default in the accumulator dtype."""
     return jnp.zeros(jnp.shape(p)[:1], dtype or indexing.accumulator_dtype(p.dtype))
 
 
@@ -154,12 +154,12 @@ def per_row(x: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """The sum of each row, `[V, ...] -> [V]`."""
+    """Sums each row, `[V, ...] -> [V]`."""
     return jnp.sum(x, axis=tuple(range(1, x.ndim)))
 
 
 def row_mean(x: jax.Array) -> jax.Array:
-    """The mean of each row, `[V, ...] -> [V]`; 0 for rows without elements."""
+    """Averages each row, `[V, ...] -> [V]`; 0 for rows without elements."""
     width = max(1, int(np.prod(x.shape[1:])))
     return row_sum(x) / like(width, x)
 

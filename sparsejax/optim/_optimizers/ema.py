@@ -129,7 +129,7 @@ def ema(
 
 
 def ema_params(params: PyTree, state: PyTree) -> Any:
-    """The averages of `ema`, for all parameters and as of the latest step.
+    """Returns the averages of `ema`, for all parameters and as of the latest step.
 
     It reads whole tables: call it for evaluation and export, not at each step.
 
@@ -178,13 +178,13 @@ def ema_params(params: PyTree, state: PyTree) -> Any:
 def _after(
     average: Any, last: Any, count: Any, w: Any, log_decay: Any, debias: Any
 ) -> jax.Array:
-    """The averages at step `count` of rows whose weights were `w` since step `last`."""
+    """Returns averages at step `count` of rows with weights `w` since step `last`."""
     kept = base.per_row(_kept(last, count, log_decay, debias), w)
     return kept * average.astype(kept.dtype) + (1 - kept) * w.astype(kept.dtype)
 
 
 def _kept(start: Any, end: Any, log_decay: Any, debias: Any) -> jax.Array:
-    """The share of the average at step `start` in the one at step `end`."""
+    """Returns the share of the average at step `start` in the one at step `end`."""
     log_decay = jnp.asarray(log_decay)
 
     def power(n):  # the logarithm of decay**n; decay may be 0

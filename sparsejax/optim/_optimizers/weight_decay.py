@@ -178,6 +178,6 @@ def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.
 
 
 def _missed(log_decay: jax.Array, decayed: jax.Array, w: jax.Array) -> jax.Array:
-    """By how much the missed steps change a weight of 1, for each row of `w`."""
+    """Returns how far the missed steps change a weight of 1, for each row of `w`."""
     high, low = log_decay[0] - decayed[..., 0], log_decay[1] - decayed[..., 1]
     return base.per_row(jnp.expm1(high + low), w)

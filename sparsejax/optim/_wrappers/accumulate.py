@@ -315,7 +315,7 @@ def _empty(leaf: Any, slots: int | None, is_stack: bool | None) -> tuple[Any, An
 
 
 def _add(held: Any, grad: Any) -> tuple[Any, Any]:
-    """The sum with a gradient added, and the number of rows that found no slot."""
+    """Adds a gradient to the sum; also counts the rows that found no slot."""
     if not isinstance(held, SelectedRows):
         return held + grad.astype(held.dtype), 0
     if not isinstance(grad, SelectedRows):
@@ -347,7 +347,7 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
 
 
 def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
-    """The mean of k gradients, dense or SelectedRows like the last one."""
+    """Returns the mean of k gradients, dense or SelectedRows like the last one."""
     if trees.is_none_or_masked(held):
         return held
     if not isinstance(held, SelectedRows):
@@ -371,7 +371,7 @@ def _emptied(due: jax.Array, held: Any) -> Any:
 
 
 def _slots(params: Any, capacity: Any) -> list[int | None]:
-    """The number of slots of each leaf of `params`; None if its sum is an array."""
+    """Returns each leaf's number of slots; None if its sum is an array."""
     slots = []
     for number, subtree in _arguments.match_prefix("capacity", capacity, params):
         leaves, treedef = trees.flatten(subtree)

@@ -147,7 +147,7 @@ def dynamic_loss_scale(
 
 
 def _unscale(grad: Any, scale: jax.Array) -> Any:
-    """A gradient over the scale, with duplicates merged, in float32 or wider."""
+    """Divides a gradient by the scale, merging duplicates, in float32 or wider."""
     if trees.is_none_or_masked(grad):
         return grad
     if isinstance(grad, SelectedRows):

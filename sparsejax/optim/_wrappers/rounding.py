@@ -193,7 +193,7 @@ def rounding(
 
 
 def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
-    """The update that takes `weights` to the rounded sum, and the new copy."""
+    """Returns the update that takes `weights` to the rounded sum, and the new copy."""
     weights, copy = jnp.asarray(weights), jnp.asarray(copy)
     if not isinstance(update, SelectedRows):
         new = copy.astype(jnp.float32) + update.astype(jnp.float32)

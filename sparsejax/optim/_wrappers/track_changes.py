@@ -135,7 +135,7 @@ def track_changes(
 
 
 def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
-    """The ids of the rows that changed since the last call, and a cleared state.
+    """Returns the ids of rows changed since the last call, and a cleared state.
 
     Call it outside of jit. With several processes, all of them call it, and each gets
     all ids.
@@ -213,7 +213,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _wanted(params: Any, tables: Any) -> list[bool]:
-    """For each leaf whether it is tracked."""
+    """Returns, for each leaf, True if it is tracked."""
     leaves = jax.tree.leaves(params, is_leaf=_is_leaf)
     if tables is None:
         is_table = lambda x: is_quantized(x) or _arguments.has_float_rows(x, 2)
@@ -230,7 +230,7 @@ def _wanted(params: Any, tables: Any) -> list[bool]:
 
 
 def _mark(flags: jax.Array, update: Any) -> jax.Array:
-    """The booleans, with the rows in an update set to True."""
+    """Sets the booleans of the rows in an update to True."""
     if trees.is_none_or_masked(update):
         return flags
     if is_quantized(update):  # of codes and of scales, with the same rows
@@ -249,7 +249,7 @@ def _mark(flags: jax.Array, update: Any) -> jax.Array:
 
 @functools.singledispatch
 def mark_rows(update: SelectedRows, flags: jax.Array) -> jax.Array:
-    """The booleans `[V]`, with the rows of an update set to True.
+    """Sets the booleans `[V]` of the rows of an update to True.
 
     A subclass of SelectedRows, like the one of a sharded table, registers its own.
     """
@@ -260,7 +260,7 @@ def mark_rows(update: SelectedRows, flags: jax.Array) -> jax.Array:
 
 
 def _ids(flags: Any) -> Any:
-    """The rows that are marked, as ids of the table; None without marks."""
+    """Returns the rows that are marked, as ids of the table; None without marks."""
     if flags is None:
         return None
     if state_sharding.is_sharded_table(flags):
