@@ -45,8 +45,8 @@ def _by_path(params, table, dense):
     return jax.tree_util.tree_map_with_path(pick, params, is_leaf=is_leaf)
 
 
-_BOTH = {"a": optax.adamw(0.1), "b": optax.sgd(0.1)}
-_LAZIES = {name: lazy(tx) for name, tx in _BOTH.items()}
+_BOTH: Any = {"a": optax.adamw(0.1), "b": optax.sgd(0.1)}
+_LAZIES: Any = {name: lazy(tx) for name, tx in _BOTH.items()}
 _FLOAT16 = "rounding(lazy(adamw))"
 
 # Each takes the parameters, since some need a tree of their structure.
@@ -173,7 +173,7 @@ def eager(wrap, tmp_path):
 def scan(wrap, tmp_path):
     params = _params(wrap)
     tx = WRAPS[wrap](params)
-    step = _Step(tx).plain
+    step: Any = _Step(tx).plain
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(carry):
@@ -292,12 +292,13 @@ def exported(wrap, tmp_path):
     params = _params(wrap)
     tx = WRAPS[wrap](params)
     carry, treedef = jax.tree.flatten((params, tx.init(params)))
+    plain: Any = _Step(tx).plain
 
-    def step(leaves, ids):
-        return jax.tree.leaves(_Step(tx).plain(*treedef.unflatten(leaves), ids))
+    def on_leaves(leaves, ids):
+        return jax.tree.leaves(plain(*treedef.unflatten(leaves), ids))
 
-    data = export.export(jax.jit(step))(carry, BATCHES[0]).serialize()
-    step = export.deserialize(data).call
+    data = export.export(jax.jit(on_leaves))(carry, BATCHES[0]).serialize()
+    step: Any = export.deserialize(data).call
     for ids in BATCHES:
         carry = step(carry, ids)
     _assert_equal(wrap, treedef.unflatten(carry)[0])
@@ -316,7 +317,7 @@ def store(wrap, tmp_path):
     apart = _Step(optax.partition({"a": tx, "b": tx}, labels))
     with sj.store.KVStore() as kv:
         kv.init("t", np.asarray(params["t"]), tx)
-        w = {"w": params["w"]}
+        w: Any = {"w": params["w"]}
         state = tx.init(w)
         grad = jax.jit(sj.grad(_loss))
         for ids in BATCHES:

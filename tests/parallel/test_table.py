@@ -163,7 +163,7 @@ def test_gradients_are_summed_by_hand():
 
 def test_arithmetic_is_of_tables_that_lie_alike():
     mesh = _mesh(shards=2)
-    table = sj.parallel.shard_rows(TABLE, mesh, "x")
+    table: Any = sj.parallel.shard_rows(TABLE, mesh, "x")
     half = table.map(lambda v: v.astype(jnp.bfloat16)) * jnp.float32(0.5)
     assert half.dtype == jnp.bfloat16
     other = sj.parallel.shard_rows(TABLE, mesh, "x", layout="block")

@@ -542,6 +542,7 @@ def test_arithmetic_errors():
         _ = a * other
     with raises(TypeError, r"cannot be a divisor.*\.map"):
         _ = a / a
+    numerator: Any
     for numerator in (1, array):
         with raises(TypeError, "unsupported operand"):
             _ = numerator / a
@@ -735,7 +736,7 @@ def test_booleans_add_up_to_whether_any_is_true():
 
 
 def test_equality_is_refused_where_it_would_compare_identity():
-    rows = sj.SelectedRows(jnp.array([1]), ones(1, 2), 3)
+    rows: Any = sj.SelectedRows(jnp.array([1]), ones(1, 2), 3)
     others = rows, rows.map(lambda v: v), rows.to_dense(), np.ones((3, 2)), 0.0
     for compare in (operator.eq, operator.ne):
         for other in others:

@@ -34,11 +34,12 @@ def garbage(x, ids):
 
 def smooth(x, w, ids, is_sorted=False):
     """All that is differentiable, of data and weights."""
-    options = {"indices_are_sorted": is_sorted}
-    out = {name: ours(name)(x, ids, S, **options) for name in SMOOTH}
+    out = {name: ours(name)(x, ids, S, indices_are_sorted=is_sorted) for name in SMOOTH}
     for name in WEIGHTED:
-        out[f"weighted {name}"] = ours(name)(x, ids, S, weights=w, **options)
-    out["top_k"] = sj.segment_top_k(x, ids, S, k=2, **options)[0]
+        out[f"weighted {name}"] = ours(name)(
+            x, ids, S, indices_are_sorted=is_sorted, weights=w
+        )
+    out["top_k"] = sj.segment_top_k(x, ids, S, indices_are_sorted=is_sorted, k=2)[0]
     # An empty segment's maximum is infinite, and no difference of it a number.
     return jax.tree.map(lambda y: jnp.where(jnp.isfinite(y), y, 0), out)
 

@@ -60,7 +60,7 @@ def loss_fn(params, batch):
 LIFTED = {name: sj.optim.lazy(tx) for name, tx in TX.items()}
 
 
-def start(tx, store, table):
+def start(tx, store, table) -> Any:
     """Parameters with a table, their state, and the step."""
     params = {"items": table, "w": jnp.full((D,), jnp.float32(0.5))}
     return params, LIFTED[tx].init(params), store.train_step(loss_fn, LIFTED[tx])
@@ -347,7 +347,7 @@ def test_rows_are_read_while_the_step_runs():
     params, state, step = start("sgd", store, cache.table)
     labels = np.ones(8, np.float32)
     batches = [(np.arange(k, k + 8, dtype=np.int32), labels) for k in range(0, 40, 4)]
-    rows = cache.table.cache  # the rows on the device
+    rows: Any = cache.table.cache  # the rows on the device
     for k, (batch, found) in enumerate(step.prefetch(params, batches)):
         params, state, _ = step(params, state, batch, found)
         ahead: Any = list(rows._announced)
@@ -539,7 +539,7 @@ def test_the_state_of_each_optimizer_is_found(name):
     """The state that `tx` keeps for the table, in the order of the store's own."""
     store, tx = sj.store.KVStore(), OPTIMIZERS[name]()
     store.init("items", (V, 5), tx)
-    cache = sj.store.CachedTable(store, "items", 5)  # as many slots as columns
+    cache: Any = sj.store.CachedTable(store, "items", 5)  # as many slots as columns
     params = {"a": jnp.ones(3), "items": cache.table, "z": jnp.ones((5, 5))}
     places = _staging.Places(cache.table.cache, params, sj.optim.lazy(tx).init(params))
     table = store.engine.tables["items"]

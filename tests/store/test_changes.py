@@ -137,7 +137,8 @@ def test_a_device_cache_changes_rows_when_it_is_flushed(tmp_path):
     store, follower = one_table(optax.adam(0.1)), one_table(None)
     cache = sj.store.CachedTable(store, "t", 4)
     tx = sj.optim.lazy(optax.adam(0.1))
-    params, state = cache.table, tx.init(cache.table)
+    params: Any = cache.table
+    state = tx.init(params)
     step = store.train_step(lambda p, ids: p[ids].sum(), tx)
     for ids in ([3, 7], [1, 2], [9, 8]):
         params, state, _ = step(params, state, np.array(ids))

@@ -301,7 +301,7 @@ def test_a_cached_table_trains_the_rows_of_keys(tmp_path, is_ahead):
     store = keyed = store_of(tx=ADAGRAD, path=tmp_path / "t", admit_after=2)
     whole = {"t": jnp.asarray(store.pull_all("t"))}
     cache = sj.store.CachedTable(store, "t", 8)
-    params = {"t": cache.table}
+    params: Any = {"t": cache.table}
     state, state_of_whole = tx.init(params), tx.init(whole)
     loss = lambda p, rows: jnp.sum((sj.lookup(p["t"], rows, mode="zero") - 1.5) ** 2)
     step = store.train_step(loss, tx)
@@ -337,7 +337,8 @@ def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
     store = store_of(tx=optax.sgd(0.1), path=tmp_path / "t")
     cache = sj.store.CachedTable(store, "t", 4)
     tx = sj.optim.lazy(optax.sgd(0.1))
-    table, state = cache.table, tx.init(cache.table)
+    table: Any = cache.table
+    state = tx.init(table)
     train = store.train_step(lambda p, rows: -10 * p[rows].sum(), tx)
     batches = [[1, 2, 3], [4, 5, 6], [1, 7, 8], [9, 2, 7], [1, 3, 8], [7, 8, 9]]
     for step, keys in enumerate(batches):

@@ -150,7 +150,7 @@ def test_what_assign_refuses():
     assert_same_bits(store.pull_all("w"), before)
 
 
-def by_path(**txs: Any):
+def by_path(txs: Any):
     """The transformation of each parameter, by the name of its path."""
     name = lambda path, leaf: path[0].key if path else "other"
     return optax.partition(txs, lambda p: jax.tree.map_with_path(name, p))
@@ -158,10 +158,10 @@ def by_path(**txs: Any):
 
 def test_a_function_that_decides_by_path_is_refused():
     """A store's transformation sees its table alone, without a path."""
-    txs = {"w": optax.sgd(0.1), "other": optax.sgd(0.2)}
+    txs: Any = {"w": optax.sgd(0.1), "other": optax.sgd(0.2)}
     with pytest.raises(ValueError, match="'w' has a mask or label .* by path"):
-        new_store(by_path(**txs))
-    new_store(by_path(w=txs["w"], other=txs["w"]))  # the same for every path
+        new_store(by_path(txs))
+    new_store(by_path({"w": txs["w"], "other": txs["w"]}))  # the same for every path
     raises = lambda p: jax.tree.map_with_path(lambda path, x: path[0].key, p)
     with pytest.raises(ValueError, match="by path"):
         new_store(optax.partition(txs, raises))

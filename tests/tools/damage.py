@@ -458,7 +458,8 @@ def _journal(folder):
     store.init("t", (V, D), _TX, path=path)
     cache = sj.store.CachedTable(store, "t", 2)
     tx = sj.optim.lazy(_TX)
-    table, state = cache.table, tx.init(cache.table)
+    table: Any = cache.table
+    state = tx.init(table)
     step = store.train_step(lambda table, ids: table[ids].sum(), tx)
     for ids in ([3, 7], [5, 1], [2, 4], [6, 6]):
         table, state, _ = step(table, state, np.array(ids))

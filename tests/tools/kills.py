@@ -195,7 +195,8 @@ def _cache(folder, start):
     store = _store(folder, path=folder / "table")
     cache = sj.store.CachedTable(store, "t", 2 * BATCH)
     tx = sj.optim.lazy(TX)
-    params, state = cache.table, tx.init(cache.table)
+    params: Any = cache.table
+    state = tx.init(params)
     step = store.train_step(lambda table, ids: -table[ids].sum(), tx)
     while start < STEPS:
         start += 1

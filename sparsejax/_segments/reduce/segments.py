@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,10 @@ _RAISES = """Raises:
 """
 
 
-class SegmentReduction(Protocol):
+Result = TypeVar("Result", covariant=True)
+
+
+class SegmentReduction(Protocol[Result]):
     """The signature of a `segment_*` function; some have `weights`, `k` or `eps`."""
 
     def __call__(
@@ -158,12 +161,20 @@ class SegmentReduction(Protocol):
         mode: str | jax.lax.GatherScatterMode | None = None,
         out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
         **own: Any,
-    ) -> Any: ...
+    ) -> Result: ...
 
 
+@overload
+def segment_reduction(
+    *, empty: str, maps: Literal[False]
+) -> Callable[[Callable[..., Result]], SegmentReduction[Result]]: ...
+@overload
+def segment_reduction(
+    *, empty: str, kind: str = "any", per_element: bool = False
+) -> Callable[[Callable[..., Any]], SegmentReduction[Any]]: ...
 def segment_reduction(
     *, empty: str, kind: str = "any", per_element: bool = False, maps: bool = True
-) -> Callable[[Callable[..., Any]], SegmentReduction]:
+) -> Callable[[Callable[..., Any]], SegmentReduction[Any]]:
     """Makes `f(x, segments, **own)` a public function.
 
     Args:
@@ -176,8 +187,9 @@ def segment_reduction(
       maps: whether `f` is called for each array of a tree of values, or once.
     """
 
-    def decorate(f: Callable[..., Any]) -> SegmentReduction:
-        names = list(inspect.signature(f).parameters)[2:]
+    def decorate(f: Callable[..., Any]) -> SegmentReduction[Any]:
+        inner = inspect.signature(f)
+        names = list(inner.parameters)[2:]
 
         @functools.wraps(f)
         def public(
@@ -226,10 +238,13 @@ def segment_reduction(
 
         signature = inspect.signature(SegmentReduction.__call__)
         common = list(signature.parameters.values())[1:-1]  # without self and own
-        extra = [p for n, p in inspect.signature(f).parameters.items() if n in names]
+        extra = [p for n, p in inner.parameters.items() if n in names]
         extra = [p.replace(kind=p.KEYWORD_ONLY) for p in extra if p.name != "empty"]
         any_public: Any = public
-        any_public.__signature__ = signature.replace(parameters=[*common, *extra])
+        any_public.__signature__ = signature.replace(
+            parameters=[*common, *extra],
+            return_annotation="Any" if maps else inner.return_annotation,
+        )
         any_public.__doc__ = _docstring(f, kind, empty, per_element)
         return any_public
 
