@@ -553,7 +553,7 @@ def test_arithmetic_errors():
         sj.concatenate([])
     with raises(TypeError, "got a float32.*from_dense"):
         sj.concatenate([a, array])  # pyright: ignore[reportArgumentType]
-    with raises(ValueError, r"the dense shapes .* \(7, 3\) and \(8, 3\)"):
+    with raises(ValueError, r"The dense shapes .* \(7, 3\) and \(8, 3\)"):
         sj.concatenate([a, other])
 
 
