@@ -30,7 +30,7 @@ def mushrooms(shared_data):
 
 @dataclasses.dataclass(frozen=True)
 class FactorizationMachine:
-    """The one of docs/howto/click_data.md."""
+    """The one of docs/howto/data.md."""
 
     num_features: int
     rank: int

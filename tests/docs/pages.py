@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-OPTIONAL = ("rax", "sklearn", "gensim")  # shown in pages, and needed by nothing else
+OPTIONAL = ("sklearn", "gensim")  # shown in pages, and needed by nothing else
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
