@@ -223,11 +223,9 @@ class _Bags:
     def norms(self, x: jax.Array) -> jax.Array:
         """Returns the root of the sum of squares of `x`, a number for each element."""
         if self.segments is None:
-            largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=1, initial=0)
-            unit = arithmetic.power_of_two(largest)
-            x = x / unit[:, None]
-        else:
-            x, unit = self.segments.in_units(x)
+            # The weights of skipped elements are zeros.
+            return arithmetic.norms(x)
+        x, unit = self.segments.in_units(x)
         return unit * arithmetic.root(self.total(x * x))
 
 

@@ -68,6 +68,14 @@ def power_of_two(x: jax.Array) -> jax.Array:
     return jnp.where(is_finite, power, jnp.ones((), x.dtype))
 
 
+def norms(x: jax.Array) -> jax.Array:
+    """Returns the root of the sum of squares over the last axis; slopes at 0 are 0."""
+    largest = jnp.max(jnp.abs(lax.stop_gradient(x)), axis=-1, initial=0)
+    unit = power_of_two(largest).astype(x.dtype)
+    x = x / unit[..., None]
+    return unit * root(jnp.sum(x * x, axis=-1))
+
+
 def einsum(subscripts: str, x: jax.Array, y: jax.Array, **options: Any) -> jax.Array:
     """Returns `jnp.einsum` of two arrays of floats, accumulated in at least float32."""
     dtype = indexing.promote(x.dtype, y.dtype)

@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 
 from sparsejax._lookup import embedding_bag as _bag
 from sparsejax._mesh import explicit_spec, replicate
-from sparsejax._rows import indexing
+from sparsejax._rows import arithmetic, indexing
+from sparsejax._segments.reduce.segments import Segments
 from sparsejax._segments.reduce.sums import segment_sum
 from sparsejax.parallel._exchange import Owners
 
@@ -102,6 +103,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
 def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.Array:
     """`[num_segments, ...]` of rows `[n, ...]`."""
     ids, count = segments
+    dtype = rows.dtype if combiner == "sum" else indexing.float_dtype(rows.dtype)
     args = [rows, skip, ids, *([] if weights is None else [weights])]
     if combiner not in _SUMS or not skip.size:
         rows, skip, ids, *weights = (replicate(x) for x in args)
@@ -109,36 +111,31 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
 
     def body(rows, skip, ids, *weights):
         # This device's sums, and the divisors of the mean and of sqrtn.
-        is_float = jnp.issubdtype(rows.dtype, jnp.floating)
-        dtype = rows.dtype if is_float or combiner == "sum" else jnp.float32
         wide = indexing.accumulator_dtype(dtype)
         total = _reduce(rows.astype(wide), skip, weights, "sum", ids, count)
         by = weights[0].astype(total.dtype) if weights else jnp.ones(ids.shape, wide)
-        by = by * by if combiner == "sqrtn" else by
-        by = segment_sum(indexing.zero_unless(~skip, by), ids, count)
+        by, unit = indexing.zero_unless(~skip, by), jnp.ones((), wide)
+        if weights and combiner == "sqrtn":
+            by, unit = Segments(ids, count).in_units(by, axes=owners.mesh.axis_names)
+            by = by * by
+        by = segment_sum(by, ids, count)
         # One by one: jax 0.7.2 cannot transpose a sum of which only a part is used.
-        return tuple(jax.lax.psum(x, owners.mesh.axis_names) for x in (total, by))
+        sums = (jax.lax.psum(x, owners.mesh.axis_names) for x in (total, by))
+        return *sums, unit
 
-    total, by = owners.shard_map(
+    total, by, unit = owners.shard_map(
         body,
         *args,
         in_specs=(owners.batch_spec,) * len(args),
         out_specs=PartitionSpec(),
         check_vma=True,
     )
+    if combiner == "sqrtn":
+        by = unit * arithmetic.root(by)
     if combiner != "sum":
-        total = divide(total, by, combiner)
-    is_float = jnp.issubdtype(rows.dtype, jnp.floating)
+        total = arithmetic.safe_divide(total, by)
+    is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
     return total.astype(rows.dtype) if is_float else total
-
-
-def divide(total: jax.Array, by: jax.Array, combiner: str) -> jax.Array:
-    """Sums as means or sqrtn: `by` is the sum of w or of w^2, and 0 gives zeros."""
-    by = indexing.append_axes(by, total.ndim)
-    some = by != 0
-    by = jnp.where(some, by, jnp.ones((), by.dtype))
-    by = jnp.sqrt(by) if combiner == "sqrtn" else by
-    return jnp.where(some, total / by, jnp.zeros((), total.dtype))
 
 
 def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.Array:
@@ -149,7 +146,8 @@ def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.
         jnp.where(skip, np.int32(-1), here),
         segment_ids,
         count,
-        weights=weights[0] if weights else None,
+        # Weights of complex rows are real numbers of a complex dtype.
+        weights=weights[0].real if weights else None,
         combiner=combiner,
         padding_id=-1,
     )

@@ -31,9 +31,9 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._lookup import lookup
-from sparsejax._rows import indexing, read_stacked_tables
+from sparsejax._rows import arithmetic, indexing, read_stacked_tables
 from sparsejax.parallel import _exchange
-from sparsejax.parallel._bags import divide, pad_examples, remove_padding
+from sparsejax.parallel._bags import pad_examples, remove_padding
 from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._layout import TableWise
 from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
@@ -168,9 +168,12 @@ def _read_stacked_tables(
     bags = remove_padding(bags, examples)
     if is_mean:
         by = jnp.ones(skip.shape, sent) if weights is None else weights.astype(sent)
-        by = by * by if combiner == "sqrtn" else by
-        by = jnp.sum(indexing.zero_unless(~skip, by), axis=-1)
-        bags = divide(bags, by, combiner).astype(table.dtype)
+        by = indexing.zero_unless(~skip, by)
+        if combiner == "sqrtn":
+            by = arithmetic.norms(by)
+        else:
+            by = jnp.sum(by, axis=-1)
+        bags = arithmetic.safe_divide(bags, by).astype(table.dtype)
     if mode == "zero":
         return bags
     # Added, so that a gradient of NaN reaches the bag's other rows, as elsewhere.

@@ -556,6 +556,43 @@ def test_embedding_bag(layout, combiner, weighted, kind):
             np.testing.assert_allclose(g[1], want_g[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.window
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_sqrtn_of_any_weights(size):
+    mesh, axis = _mesh("4")
+    table = sj.parallel.shard_rows(_table(), mesh, axis)
+    # Bag 1 lies on three devices, and its largest weight is not on the first one.
+    ids, bags = np.arange(8, dtype=np.int32), np.array([0, 1, 1, 1, 1, 1, 4, 2])
+    w = jnp.array([1.0, 1e-3, 2.0, 0.5, 3.0, 1.0, 9.0, 0.0])
+
+    def loss(size, t, w):
+        options = dict(weights=size * w, combiner="sqrtn")
+        return jnp.sum(jnp.sin(sj.embedding_bag(t, ids, bags, 4, **options)))
+
+    want = jax.value_and_grad(functools.partial(loss, 1.0), (0, 1))
+    want, slopes = jax.jit(want)(jnp.asarray(_table()), w)
+    value_and_grad = sj.value_and_grad(functools.partial(loss, size), (0, 1))
+    got, grads = jax.jit(value_and_grad)(table, w)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(whole(grads)[0], slopes[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(grads[1], slopes[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("combiner", ["mean", "sqrtn"])
+def test_bags_of_complex_rows(combiner):
+    mesh, axis = _mesh("4")
+    table = (_table() + 1j * _table(1)).astype(np.complex64)
+    ids, bags = np.arange(8), np.arange(8) // 3
+    sharded, w = sj.parallel.shard_rows(table, mesh, axis), np.arange(8.0, dtype="f")
+    bag = lambda t: sj.embedding_bag(t, ids, bags, 3, weights=w, combiner=combiner)
+    want = np.stack([w[bags == k] @ table[:8][bags == k] for k in range(3)])
+    by = w if combiner == "mean" else w * w
+    by = np.array([by[bags == k].sum() for k in range(3)])
+    want = want / (by if combiner == "mean" else np.sqrt(by))[:, None]
+    np.testing.assert_allclose(jax.jit(bag)(sharded), want, rtol=1e-5)
+    np.testing.assert_allclose(bag(table), want, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 0), (3, 0), (0, 4)])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -213,6 +213,17 @@ def test_other_reads():
     assert_trees_close(whole(grads), [wanted[name]] * 2, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("size", [1e-20, 1e20])
+def test_sqrtn_of_any_weights(size):
+    layer, (place, _) = collection(), on_mesh("2 hosts of 4")
+    params, batch = init(layer), make_batch(0)
+    read = lambda params, w: layer(params, batch["ids"], {"shop": w})["shop"]
+    weights = batch["weights"]["shop"]
+    want = read(params, weights)
+    got = jax.jit(read)(jax.tree.map(place, params), size * weights)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
 def test_gradient_at_its_owner_merges_there():
     """Outside of `jit`; nothing is sent, so it costs no bytes."""
     layer, (place, split) = collection(), on_mesh("2 replicas of 4")

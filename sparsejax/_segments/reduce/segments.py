@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeVar, overload
 
 import jax
@@ -75,15 +75,20 @@ class Segments:
         """Returns the sums of `x` in each segment, `[count, ...]`, of equal dtype."""
         return self.scatter("add", 0, x)
 
-    def in_units(self, x: jax.Array, least: int = 0) -> tuple[jax.Array, jax.Array]:
+    def in_units(
+        self, x: jax.Array, least: int = 0, axes: Sequence[str] = ()
+    ) -> tuple[jax.Array, jax.Array]:
         """Divides `x` by powers of two, so that its squares are normal numbers.
+
+        `axes` are the mesh axes of devices that hold other elements of the segments.
 
         Returns:
           `x` in the unit of its segment, and the units `[count, ...]`: the power of two
           of the largest element, or of `least` if that is larger.
         """
         largest = self.scatter("max", least, jnp.abs(lax.stop_gradient(x)))
-        unit = arithmetic.power_of_two(largest)
+        largest = lax.pmax(largest, axes) if axes else largest
+        unit = arithmetic.power_of_two(largest).astype(x.dtype)
         each = self.broadcast(unit)  # zeros outside
         return x / jnp.where(each == 0, jnp.ones((), x.dtype), each), unit
 
