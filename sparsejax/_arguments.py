@@ -317,7 +317,7 @@ def _shortened(text: str) -> str:
 
 
 def show_table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    """Rows of cells as aligned lines, with a rule below the first row.
+    """Aligns rows of cells in lines, with a rule below the first row.
 
     The columns in `right` are right-aligned.
     """

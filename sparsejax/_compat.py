@@ -113,7 +113,7 @@ def equation_context(eqn: Any) -> Iterator[None]:
 
 
 def user_line(eqn: Any, enclosing: str | None = None) -> str:
-    """`file:line` of the innermost frame in user code.
+    """Returns `file:line` of the innermost frame in user code.
 
     Frames of JAX and of this package are skipped. If all other frames are in installed
     packages (a flax layer inside a scan, for example), the line of the enclosing
@@ -130,7 +130,7 @@ def user_line(eqn: Any, enclosing: str | None = None) -> str:
 
 
 def frames(eqn: Any) -> list[tuple[str, str, int]]:
-    """`(file, qualified name of the function, line)` of the stack that made `eqn`.
+    """Returns `(file, qualified name, line)` of the frames that made `eqn`.
 
     Innermost first, JAX's own frames included. Empty if the stack is not known.
     """
@@ -153,7 +153,7 @@ def _shown_name(file: str) -> str:
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
-    """Numbers of constants and of carried values among a scan's inputs."""
+    """Returns numbers of constants and of carried values among a scan's inputs."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -167,7 +167,7 @@ def manual_axes(params: dict[str, Any]) -> frozenset:
 
 
 def varying_axes(x: Any) -> frozenset:
-    """Manual mesh axes over which `x` varies inside `shard_map` (empty elsewhere)."""
+    """Returns manual mesh axes over which `x` varies in `shard_map`; else empty."""
     aval = jax.typeof(x)
     if hasattr(aval, "vma"):  # up to jax 0.9
         return aval.vma
@@ -187,7 +187,7 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], *, to: str) -> jax.Array:
-    """`lax.all_gather` along the first axis, `to` "varying" or "invarying"."""
+    """Returns `lax.all_gather` along the first axis, `to` "varying" or "invarying"."""
     if to == "varying":  # the default, where there is a choice
         return lax.all_gather(x, axes, tiled=True)
     # Up to jax 0.9 `to` has no such value, or is missing.
@@ -438,7 +438,7 @@ _checkify.error_checks[_needs_checkify_p] = lambda *args, message: (args[-3], ar
 
 
 def needs_checkify(x: jax.Array, message: str) -> jax.Array:
-    """`x`, which compiles only under `checkify.checkify`; else `message` is raised."""
+    """Returns `x`, which compiles only under `checkify.checkify`; else raises."""
     return _needs_checkify_p.bind(x, message=message)
 
 

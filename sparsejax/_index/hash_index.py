@@ -535,7 +535,7 @@ def _words_of_wide(keys: Any) -> tuple[Any, Any]:
 
 
 def _mix(x: Any) -> Any:
-    """MurmurHash3's finalizer: each bit of the result depends on each bit of x."""
+    """Mixes as MurmurHash3 does: each bit of the result depends on each bit of x."""
     x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -568,7 +568,7 @@ def _slot(slots: jax.Array, bucket: jax.Array, lane: int) -> list[jax.Array]:
 
 
 def _take(x: jax.Array, index: Any) -> jax.Array:
-    """`x[index]` without a check; `index` must be in range."""
+    """Returns `x[index]` without a check; `index` must be in range."""
     return x.at[index].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 

@@ -29,12 +29,12 @@ def _in_range(ids: jax.Array, height: Any) -> jax.Array:
 
 
 def append_axes(x: jax.Array, ndim: int) -> jax.Array:
-    """`x` with axes of length 1 appended, up to rank `ndim`."""
+    """Appends axes of length 1 to `x`, up to rank `ndim`."""
     return reshape(x, x.shape + (1,) * (ndim - x.ndim))
 
 
 def reshape(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`x.reshape(shape)`, without the copy that JAX traces if `x` has this shape."""
+    """Reshapes `x`, without the copy that JAX traces if `x` has this shape."""
     return x if x.shape == shape else x.reshape(shape)
 
 
@@ -54,7 +54,7 @@ def zero_unless(keep: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def batch_in_front(args: Sequence[jax.Array], axes: Sequence[int | None]) -> list[Any]:
-    """Arguments of a rule for `vmap` with the batch axis first, repeated if without."""
+    """Moves batch axes to the front; broadcasts arguments that have none."""
     size = next(x.shape[a] for x, a in zip(args, axes) if a is not None)
     return [
         jnp.broadcast_to(x, (size, *x.shape)) if a is None else jnp.moveaxis(x, a, 0)
@@ -74,7 +74,7 @@ def fill_value(dtype: Any) -> np.ndarray:
 
 
 def take_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """`table[ids]`, zeros for ids out of range."""
+    """Returns `table[ids]`, zeros for ids out of range."""
     if table.shape[0] == 0:  # JAX cannot gather from an empty axis
         return jnp.zeros((*ids.shape, *table.shape[1:]), table.dtype)
     table = jnp.asarray(table)  # outside jit it may be a NumPy array
@@ -106,7 +106,7 @@ def sharded_like_ids(
 
 
 def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with `values` added to rows `ids`; duplicates are summed.
+    """Adds `values` to rows `ids` of `table`; duplicates are summed.
 
     The sum of booleans is their logical or, as with `+` on arrays.
     """
@@ -118,7 +118,7 @@ def add_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def set_rows(table: jax.Array, ids: jax.Array, values: jax.Array) -> jax.Array:
-    """`table` with rows `ids` replaced; ids in range must be unique."""
+    """Replaces rows `ids` of `table`; ids in range must be unique."""
     table = jnp.asarray(table)  # outside jit it may be a NumPy array
     if table.shape[0] == 0:  # as in `add_rows`
         return table
@@ -153,7 +153,7 @@ def set_distinct_rows(
 
 
 def search_sorted(ascending: jax.Array, x: jax.Array, side: str = "left") -> jax.Array:
-    """`jnp.searchsorted` as int32, also if the length of `ascending` is symbolic."""
+    """Computes `jnp.searchsorted` as int32, for `ascending` of symbolic length too."""
     n = ascending.shape[0]
     if not _compat.is_symbolic_dim(n):
         return jnp.searchsorted(ascending, x, side=side).astype(jnp.int32)
@@ -174,7 +174,7 @@ def search_sorted(ascending: jax.Array, x: jax.Array, side: str = "left") -> jax
 
 
 def running_count(mask: jax.Array) -> jax.Array:
-    """`jnp.cumsum(mask)` of booleans `[n]`, as int32.
+    """Computes `jnp.cumsum(mask)` of booleans `[n]`, as int32.
 
     Counts the bits of words of 32 booleans, which takes half of the time on a CPU.
     """

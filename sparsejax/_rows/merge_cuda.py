@@ -48,7 +48,7 @@ def merge_rows(
 def merge_each(
     gradients: Sequence[tuple[jax.Array, jax.Array, int]],
 ) -> list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
-    """`merge_rows` of several gradients; small ones of equal shapes share kernels.
+    """Merges several gradients; small ones of equal shapes share kernels.
 
     A merge has about 20 launches. To stack large gradients would take longer than they.
     """
@@ -90,7 +90,7 @@ def merge_plan(
 def coalesce(
     rows: jax.Array, values: jax.Array, *, height: int, capacity: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Distinct rows in ascending order and their sums; see `merge.coalesce`."""
+    """Returns distinct rows, ascending, and their sums; see `merge.coalesce`."""
     distinct, at, total, count = merge_rows(rows, values, height)
     more = max(capacity - rows.shape[0], 0)
     distinct = jnp.pad(
@@ -142,13 +142,13 @@ def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
 
 
 def _shift(x: jax.Array, by: int, fill: Any) -> jax.Array:
-    """`x[:, by:]`, padded at the end with `fill`."""
+    """Returns `x[:, by:]`, padded at the end with `fill`."""
     widths = ((0, 0), (0, by)) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(x[:, by:], widths, constant_values=fill)
 
 
 def _positions(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`indexing.positions(mask, n)` with unique ids, so that no write is atomic."""
+    """Computes `indexing.positions(mask, n)` with unique ids: no write is atomic."""
     n = mask.shape[0]
     place = jnp.cumsum(mask, dtype=jnp.int32)
     slots = lax.iota(jnp.int32, n)

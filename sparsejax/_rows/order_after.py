@@ -38,7 +38,7 @@ from sparsejax import _arguments, _compat
 
 
 def order_after(values: jax.Array, others: Sequence[jax.Array]) -> jax.Array:
-    """`values`; on a CPU, computed after `others`. Outside of `jit` just `values`.
+    """Computes `values` after `others` on a CPU. Outside of `jit` just `values`.
 
     Args:
       values: floating-point, of any shape.
@@ -62,7 +62,7 @@ def _identity(values, *others):
 
 
 def _times_one(values, *others):
-    """`values` times a factor that is one, and is computed from `others`."""
+    """Multiplies `values` by a factor that is one, and is computed from `others`."""
     bits = jnp.zeros((), jnp.int32)
     for x in others:
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
@@ -81,7 +81,7 @@ _order_after_p = _compat.primitive(
 
 
 def always_true(x: jax.Array) -> jax.Array:
-    """True for each element of `x`, in a way that the compiler cannot simplify.
+    """Returns True for each element of `x`; XLA cannot prove that it is.
 
     Args:
       x: signed integers, of which none is the least of its type; or floats of any

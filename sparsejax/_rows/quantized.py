@@ -227,7 +227,7 @@ class QuantizedTable:
     # -- reading -----------------------------------------------------------------
 
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
-        """Rows by id as `dequantize()[ids]` reads them; see `get` for other ids."""
+        """Reads rows by id as `dequantize()[ids]` does; see `get` for other ids."""
         way_out = "Use sparsejax.lookup(table, ids), .get(ids), or .dequantize()."
         return read(self, _arguments.as_indices(ids, self.shape[0], way_out), 0)
 
@@ -236,7 +236,7 @@ class QuantizedTable:
     __contains__ = None
 
     def get(self, ids: ArrayLike) -> jax.Array:
-        """Rows by id; zeros for an id out of range, as `SelectedRows.get`.
+        """Reads rows by id; zeros for an id out of range, as `SelectedRows.get`.
 
         `sparsejax.lookup` has other modes.
 
@@ -828,7 +828,7 @@ def _search_range(x, low, high, bits, rounded):
 
 
 def _divide(x: jax.Array, by: int) -> jax.Array:
-    """`x / by`, correctly rounded.
+    """Returns `x / by`, correctly rounded.
 
     XLA would multiply by the inverse of a constant, which rounds twice.
     """

@@ -251,7 +251,7 @@ class SelectedRows(metaclass=_InErrors):
         return self.values.shape[0]
 
     def num_rows(self) -> jax.Array:
-        """Number of filled slots, each duplicate included, as an int32 scalar."""
+        """Counts filled slots, each duplicate included, as an int32 scalar."""
         return jnp.sum(self.filled(), axis=-1, dtype=jnp.int32)
 
     def _check_no_batch(self) -> None:
@@ -374,7 +374,7 @@ class SelectedRows(metaclass=_InErrors):
     # -- rows --------------------------------------------------------------------
 
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
-        """Rows by id as `to_dense()[ids]` reads them; see `get` for other ids."""
+        """Reads rows by id as `to_dense()[ids]` does; see `get` for other ids."""
         way_out = "Use .get(ids), .rows and .values, or .to_dense()."
         if self.stack:
             raise TypeError(
@@ -723,7 +723,7 @@ def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
 
 
 def with_leaves(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
-    """`with_slots` without checks, for tracers of the same shapes."""
+    """Works as `with_slots` without checks, for tracers of the same shapes."""
     return _replaced(like, _ids=rows, values=values)
 
 

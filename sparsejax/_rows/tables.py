@@ -92,7 +92,7 @@ Table: TypeAlias = jax.Array | SelectedRows | QuantizedTable | RowTable
 
 
 def table_or_none(x: Any) -> Any:
-    """`x` if it is a table, with NumPy arrays as JAX arrays; None if it is not."""
+    """Returns `x` if it is a table, with NumPy arrays as JAX arrays; else None."""
     if not isinstance(x, RowTable):  # a ShardedTable has __jax_array__, which raises
         x = _arguments.as_array(x)
     return x if isinstance(x, Table) else None

@@ -29,7 +29,7 @@ from sparsejax._rows import indexing
 
 
 def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.Array:
-    """Segment ids of consecutive segments, from their lengths.
+    """Returns segment ids of consecutive segments, from their lengths.
 
     `ids = [0] * lengths[0] + [1] * lengths[1] + ...`
 

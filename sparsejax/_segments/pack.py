@@ -25,7 +25,7 @@ _UNPACK = "sparsejax.unpack_segments"
 def pack_segments(
     st: SegmentTensor, max_length: int, *, return_mask: bool = False
 ) -> Any:
-    """Segments as the rows of one array, cut at `max_length` and padded with zeros.
+    """Packs segments as rows of one array, cut at `max_length`, padded with zeros.
 
     `out[s, j]` is element j of segment s, or zero if the segment is shorter.
 

@@ -192,7 +192,7 @@ class SegmentTensor:
     def from_lengths(
         cls, values: PyTree, lengths: ArrayLike, *, capacity: int | None = None
     ) -> Self:
-        """Consecutive segments with the given lengths.
+        """Makes consecutive segments with the given lengths.
 
         Args:
           values: as in `SegmentTensor`. Elements beyond the sum of `lengths` are
@@ -225,7 +225,7 @@ class SegmentTensor:
     def from_offsets(
         cls, values: PyTree, offsets: ArrayLike, *, capacity: int | None = None
     ) -> Self:
-        """Consecutive segments, each from one offset to the next.
+        """Makes consecutive segments, each from one offset to the next.
 
         Args:
           values: as in `SegmentTensor`. Elements beyond the last offset are empty.
@@ -254,7 +254,7 @@ class SegmentTensor:
         *,
         is_sorted: bool = False,
     ) -> Self:
-        """Elements and the segment id of each; the same as `SegmentTensor(...)`.
+        """Makes segments of elements and their segment ids, as `SegmentTensor(...)`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -271,7 +271,7 @@ class SegmentTensor:
     def from_padded(
         cls, padded: ArrayLike, *, filler: ArrayLike = -1, capacity: int | None = None
     ) -> Self:
-        """Segments from rows of equal length: the elements that are not `filler`.
+        """Makes segments from rows of equal length: the elements that are not `filler`.
 
         Args:
           padded: `[S, L, ...]`, one row per segment. The filler may be anywhere in a
@@ -318,7 +318,7 @@ class SegmentTensor:
     def from_multi_hot(
         cls, multi_hot: ArrayLike, *, capacity: int | None = None
     ) -> Self:
-        """Segments of ids, from the count of each id in each segment.
+        """Makes segments of ids, from the count of each id in each segment.
 
         Args:
           multi_hot: integers or booleans `[S, V]`. Inside `jit` only booleans, since
@@ -378,7 +378,7 @@ class SegmentTensor:
         capacity: int | Sequence[int | None] | None = None,
         dtype: DTypeLike | None = None,
     ) -> Self:
-        """Segments from nested Python lists, to any depth.
+        """Makes segments from nested Python lists, to any depth.
 
         Args:
           lists: one of these, nested in any way:
@@ -426,7 +426,7 @@ class SegmentTensor:
         *,
         capacity: int | None = None,
     ) -> Self:
-        """Segments from the rows of a CSR matrix.
+        """Makes segments from the rows of a CSR matrix.
 
         Args:
           indptr: integers `[K + 1]`, the start of each row; or, as the only argument, a
@@ -562,7 +562,7 @@ class SegmentTensor:
     def to_padded(
         self, max_length: int | Sequence[int] | None = None, filler: ArrayLike = -1
     ) -> Any:
-        """Rows of equal length, padded with `filler`.
+        """Returns rows of equal length, padded with `filler`.
 
         `out[k, j]` is the j-th element of segment k, or `filler` if the segment is
         shorter.

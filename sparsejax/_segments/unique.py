@@ -73,7 +73,7 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def partition(ids: ArrayLike, num_parts: int) -> SegmentTensor:
-    """Ids grouped by `ids mod num_parts`, with their original positions.
+    """Groups ids by `ids mod num_parts`, with their original positions.
 
     It is Caffe2's Partition. It splits ids, where `optax.partition` and
     `equinox.partition` split a tree of parameters.

@@ -249,7 +249,7 @@ class NegativeSampler:
         return NegativeSamples(ids, log_q, label_log_q)
 
     def log_prob(self, ids: ArrayLike) -> jax.Array:
-        """Log of the probability of each id in one draw.
+        """Returns the log of the probability of each id in one draw.
 
         Args:
           ids: ints of any shape.
@@ -276,7 +276,7 @@ class NegativeSampler:
     # -- private -----------------------------------------------------------------
 
     def _draw(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Independent ids of that shape."""
+        """Draws independent ids of that shape."""
         dtype = _arguments.index_dtype(self.num_ids)
         if self.distribution == "log_uniform":
             return _draw_log_uniform(key, shape, self.num_ids, dtype)
@@ -291,7 +291,7 @@ class NegativeSampler:
     def _draw_until_full(
         self, key: jax.Array, shape: tuple[int, ...], unique: bool, exclude: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids of that shape, and the number of draws, `[*lead, 1]`."""
+        """Draws ids of that shape, and counts the draws, `[*lead, 1]`."""
 
         def draw(state):
             turn, found, tries = state
@@ -317,7 +317,7 @@ class NegativeSampler:
         return ids, tries
 
     def _check_exclude(self, exclude: Any, shape: tuple[int, ...]) -> jax.Array:
-        """`exclude` as ascending ids `[*lead, E]`; duplicates become out of range."""
+        """Sorts `exclude` as ids `[*lead, E]`; duplicates become out of range."""
         exclude = _arguments.as_ids(exclude, self.num_ids, "exclude")
         if exclude.ndim == 1:
             exclude = exclude.reshape((1,) * (len(shape) - 1) + exclude.shape)
@@ -333,7 +333,7 @@ class NegativeSampler:
         return jnp.where(again, _arguments.scalar(self.num_ids, exclude), exclude)
 
     def _log_kept(self, exclude: jax.Array) -> jax.Array:
-        """Log of the probability that a draw is not excluded, `[*lead, 1]`."""
+        """Returns the log-probability that a draw is not excluded, `[*lead, 1]`."""
         log_probs = self.log_prob(exclude)
         if self.table is not None:  # -inf for an id that is never drawn
             log_probs = indexing.take_rows(self.table.log_probs, exclude)
@@ -349,7 +349,7 @@ class NegativeSampler:
 def _draw_log_uniform(
     key: jax.Array, shape: tuple[int, ...], num_ids: int, dtype: Any
 ) -> jax.Array:
-    """Ids with density `1 / (id + 1)`.
+    """Draws ids with density `1 / (id + 1)`.
 
     With one float32 u, the floor of `exp(u * log(V + 1))` never reaches most of a
     million ids. So one random number selects an octave `[2^j, 2^(j + 1))` of `id + 1`,
@@ -403,7 +403,7 @@ def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _alias_table(probs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`threshold` (uint32) and `alias` for probabilities that sum to one.
+    """Returns `threshold` (uint32) and `alias` for probabilities that sum to one.
 
     Each cell is filled to 1 / V: a light id (below 1 / V) leaves a gap, and a heavy id
     fills it. Light and heavy ids are taken in order. If the excess of a heavy id is
@@ -457,7 +457,7 @@ def _check_shape(shape: Any) -> tuple[int, ...]:
 
 
 def _check_counts(counts: Any) -> np.ndarray:
-    """`counts` as float64 `[V]`."""
+    """Returns `counts` as float64 `[V]`."""
     if isinstance(counts, Tracer):
         fix = "Create the sampler outside of jit, and pass it as an argument."
         shown = _arguments.show(counts)

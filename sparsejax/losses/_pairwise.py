@@ -180,7 +180,7 @@ class _Pairs:
         self.negative = negative.astype(dtype)
 
     def scalar(self, name: str, x: Any) -> jax.Array:
-        """`x` as a scalar of the dtype of the scores."""
+        """Returns `x` as a scalar of the dtype of the scores."""
         return _scores.as_scalar(x, name, self.negative.dtype)
 
     def mean(self, losses: jax.Array) -> jax.Array:

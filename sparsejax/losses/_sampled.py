@@ -193,12 +193,12 @@ def _scores_of(
 
 
 def _like(x: jax.Array, others: jax.Array) -> jax.Array:
-    """`x`, `[n]` or `[..., n]`, broadcast to the shape of `others`."""
+    """Broadcasts `x`, `[n]` or `[..., n]`, to the shape of `others`."""
     return jnp.broadcast_to(x, others.shape)
 
 
 def _as_table(table: Any, name: str) -> Table:
-    """`table` as a table of floats; raises for anything else."""
+    """Returns `table` as a table of floats; raises for anything else."""
     table = as_table(table, name)
     _arguments.check_floats(table, name)
     return table

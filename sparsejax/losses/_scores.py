@@ -10,7 +10,7 @@ from sparsejax import _arguments
 
 
 def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
-    """`where` as booleans, broadcast to `shape`; None stays None."""
+    """Returns `where` as booleans, broadcast to `shape`; None stays None."""
     if where is None:
         return None
     where = _arguments.to_array(where, "where", "an array of booleans")
@@ -27,7 +27,7 @@ def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def as_scalar(x: Any, name: str, dtype: Any) -> jax.Array:
-    """`x`, a number or a scalar array, as a scalar of `dtype`."""
+    """Returns `x`, a number or a scalar array, as a scalar of `dtype`."""
     found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
     found, want = _arguments.as_array(found), "a number or a scalar array"
     if not isinstance(found, jax.Array):

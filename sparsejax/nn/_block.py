@@ -290,7 +290,7 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` with a check of `tables`, and an error if rows are used as an array."""
+    """Wraps `forward`: checks `tables`, and raises if rows are used as an array."""
 
     @functools.wraps(forward)
     def sparse_forward(self, tables, params, inputs):

@@ -66,7 +66,7 @@ class SparseEmbedding(SparseBlock, Embedding):
         _check_name(self)
 
     def tables(self) -> dict[str, TableSpec]:
-        """`{name: [num_embeddings, features]}`."""
+        """Returns `{name: [num_embeddings, features]}`."""
         shape = (self.num_embeddings, self.features)
         return {self.name: TableSpec(shape, self.param_dtype, self.embedding_init)}
 
@@ -76,7 +76,7 @@ class SparseEmbedding(SparseBlock, Embedding):
         return {}
 
     def row_ids(self, inputs: PyTree) -> dict[str, Any]:
-        """`{name: ids}`, the ids as in `Embedding.row_ids`."""
+        """Returns `{name: ids}`, the ids as in `Embedding.row_ids`."""
         return {self.name: Embedding.row_ids(self, inputs)["embedding"]}
 
     def sparse_forward(
@@ -135,28 +135,28 @@ class SparseLinear(SparseBlock, Dense):
         _check_name(self)
 
     def tables(self) -> dict[str, TableSpec]:
-        """`{name: [in_features, features]}`."""
+        """Returns `{name: [in_features, features]}`."""
         return {self.name: TableSpec(self._shape, self.param_dtype, self.kernel_init)}
 
     def init(self, key: jax.Array) -> dict[str, jax.Array]:
-        """`{"bias": [features]}`; empty without a bias."""
+        """Returns `{"bias": [features]}`; empty without a bias."""
         key = _arguments.as_key(key)
         return {"bias": self.init_bias(key)} if self.use_bias else {}
 
     def row_ids(self, inputs: PyTree) -> dict[str, Any]:
-        """`{name: ids}`, the columns of the elements as in `Dense.row_ids`."""
+        """Returns `{name: ids}`, the columns of the elements as in `Dense.row_ids`."""
         return {self.name: Dense.row_ids(self, inputs)["kernel"]}
 
     def sparse_forward(
         self, tables: Mapping[str, Any], params: PyTree, inputs: PyTree
     ) -> jax.Array:
-        """`[num_segments, features]`."""
+        """Returns `[num_segments, features]`."""
         inputs = _matrix.as_elements(inputs, self._shape[0])
         params = {"kernel": tables[self.name], **params}
         return Dense.__call__(self, params, inputs)
 
     def table_prefix(self) -> dict[str, bool | None]:
-        """False for the bias."""
+        """Returns False for the bias."""
         return {"bias": False} if self.use_bias else {}
 
     @property

@@ -145,7 +145,7 @@ class Dense:
         return shape[-1]
 
     def __call__(self, params: PyTree, x: ArrayLike | CSRLike) -> jax.Array:
-        """`x @ kernel + bias`.
+        """Computes `x @ kernel + bias`.
 
         Args:
           params: as returned by `init`. The kernel may be a SelectedRows of pulled

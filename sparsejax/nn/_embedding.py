@@ -240,7 +240,7 @@ class Embedding(TableLayer):
         return rows if self.dtype is None else rows.astype(self.dtype)
 
     def attend(self, params: PyTree, query: ArrayLike) -> jax.Array:
-        """`query @ embedding.T`: uses the table as an output layer tied to the input.
+        """Computes `query @ embedding.T`: uses the table as a tied output layer.
 
         It reads all rows, so the table's gradient is dense.
 
@@ -393,7 +393,7 @@ class EmbeddingBag(TableLayer):
 
 
 def split_weights(ids: SegmentTensor, weights: Any) -> tuple[SegmentTensor, Any]:
-    """Ids and weights; splits the values of a SegmentTensor of `{"index", "value"}`."""
+    """Splits a SegmentTensor of `{"index", "value"}` into ids and weights."""
     values = ids.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         return ids, weights

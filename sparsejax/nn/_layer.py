@@ -181,6 +181,6 @@ def check_layer(layer: Any) -> Any:
 
 
 def init_for(layer: Any, key: jax.Array, *inputs: Any) -> dict[str, Any]:
-    """`layer.init(key)`, plus an input if the layer infers its sizes from it."""
+    """Calls `layer.init(key)`, with an input if the layer infers its sizes from it."""
     needs_input = getattr(layer, "in_features", 0) is None
     return dict(layer.init(key, *inputs) if needs_input else layer.init(key))

@@ -61,7 +61,7 @@ class Elements(SegmentTensor):
 
     @classmethod
     def of(cls, elements: SegmentTensor, columns: int) -> "Elements":
-        """`elements`, of a matrix with `columns` columns."""
+        """Makes a matrix of `elements` with `columns` columns."""
         static = elements.num_segments, elements.is_sorted, columns
         return cls.tree_unflatten(static, (elements.values, elements.segment_ids))
 
@@ -156,7 +156,7 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
 
 
 def multiply(x: Any, weights: Any, dtype: Any, mode: str) -> jax.Array:
-    """`x @ weights`, `[..., *weights.shape[1:]]`, accumulated in at least float32.
+    """Computes `x @ weights`, `[..., *weights.shape[1:]]`, in at least float32.
 
     `mode` decides what an element reads if its column is out of range or not stored.
     """

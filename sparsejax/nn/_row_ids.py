@@ -16,7 +16,7 @@ from sparsejax._segments import SegmentTensor
 
 
 def row_ids(ids: Any, skip: Any, height: int, mode: str) -> Any:
-    """`ids` with -1 where `skip` is set, or where `mode` reads no row.
+    """Replaces `ids` by -1 where `skip` is set, or where `mode` reads no row.
 
     Args:
       ids: integers.
@@ -53,14 +53,14 @@ def row_ids(ids: Any, skip: Any, height: int, mode: str) -> Any:
 
 
 def without_segment(st: SegmentTensor, ndim: int) -> Any:
-    """Booleans, which elements are in no segment, with axes added up to `ndim`."""
+    """Masks the elements outside all segments, with axes added up to `ndim`."""
     ids = on_host(st.segment_ids)
     empty = ~((ids >= 0) & (ids < st.num_segments))
     return indexing.append_axes(empty, ndim)
 
 
 def on_host(x: Any) -> Any:
-    """`x` as a NumPy array if this process has its values; other arrays unchanged."""
+    """Makes `x` a NumPy array if this process has its values; else returns `x`."""
     if not _arguments.is_concrete(x) or not getattr(x, "is_fully_addressable", True):
         return x
     return np.asarray(x)

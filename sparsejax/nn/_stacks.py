@@ -150,7 +150,7 @@ class Feature:
 def _rows_of(
     layer: Any, table: tuple[str, int, int], height: int, ids: Any, segments: Any
 ) -> jax.Array:
-    """Signed integers: a row in `[start, stop)`, `PADDING`, or `OUT_OF_RANGE`."""
+    """Returns signed integers: rows in `[start, stop)`, `PADDING`, `OUT_OF_RANGE`."""
     _, start, stop = table
     skip = lookup.padding_mask(ids, layer.padding_id)
     if segments is not None:
@@ -248,7 +248,7 @@ def _read(
 def _read_by_example(
     stack: RowTable, mode: str, group: Sequence[Feature], examples: int
 ) -> dict[str, Any]:
-    """`_read_group` with the ids ordered by example and not by feature.
+    """Reads as `_read_group`, with ids ordered by example and not by feature.
 
     If examples are sharded over devices, ids in this order are sharded alike. Ordered
     by feature, all ids and rows would move to other devices.
@@ -289,7 +289,7 @@ def _join(parts: Sequence[jax.Array]) -> Any:
 def _number_segments(
     tensors: Sequence[SegmentTensor],
 ) -> tuple[jax.Array, int, bool]:
-    """Joined segment ids, their number, and True if the joined ids are sorted.
+    """Joins segment ids; also returns their number, and True if they are sorted.
 
     Empty elements move to the last segment of their feature, which does not count their
     row, `PADDING`. Ids that ascend within each feature therefore ascend overall.

@@ -222,7 +222,7 @@ class Trainer:
             return self._run_forward(rows, split(self.params), split(batch))
 
     def row_ids(self, batch: PyTree) -> dict[str, Any]:
-        """`block.row_ids` for a batch, checked against the store.
+        """Returns `block.row_ids` for a batch, checked against the store.
 
         Raises:
           TypeError, ValueError: the result is not a mapping from tables of the store to
@@ -247,7 +247,7 @@ class Trainer:
         return dict(ids)
 
     def stats(self) -> dict[str, Any]:
-        """Steps, compilations, capacities by table, and the store's stats."""
+        """Returns steps, compilations, capacities by table, and the store's stats."""
         return {
             "steps": self.steps,
             "compilations": self.compilations,
@@ -472,7 +472,7 @@ def _pad(rows: SelectedRows, capacity: int) -> SelectedRows:
 
 
 def _of_dense(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`tx` for `(tables, params)`, of which the store updates the tables."""
+    """Makes `tx` for `(tables, params)`, of which the store updates the tables."""
 
     def update(grads, state, params):
         updates, state = tx.update(grads[1], state, params[1])

@@ -45,5 +45,5 @@ class Layer(eqx.Module):
         return self.layer(self.params, *inputs, **options)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`Embedding.attend`, the scores of all rows."""
+        """Calls `Embedding.attend`, for the scores of all rows."""
         return self.layer.attend(self.params, query)

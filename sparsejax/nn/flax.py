@@ -59,7 +59,7 @@ class Layer(linen.Module):
         return self.layer(self._params(), *inputs, **options)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`Embedding.attend`, the scores of all rows; the table must be initialized."""
+        """Calls `Embedding.attend`, the scores of all rows; the table must exist."""
         return self.layer.attend(self._params(), query)
 
     def _names(self) -> list[str]:

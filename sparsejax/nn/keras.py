@@ -334,7 +334,7 @@ class SparseModel(keras.Model):
         super().compile(optimizer, *args, auto_scale_loss=False, **kwargs)
 
     def get_compile_config(self) -> None:
-        """None: a file cannot hold an optax transformation."""
+        """Returns None: a file cannot hold an optax transformation."""
         if self.compiled:
             warnings.warn(
                 "SparseModel: a file cannot hold an optax transformation. After "

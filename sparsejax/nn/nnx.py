@@ -53,7 +53,7 @@ class Layer(nnx.Module):
         return self.layer(self._params(), *inputs, **options)
 
     def attend(self, query: jax.Array) -> jax.Array:
-        """`Embedding.attend`, the scores of all rows."""
+        """Calls `Embedding.attend`, for the scores of all rows."""
         return self.layer.attend(self._params(), query)
 
     def _params(self) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def grad(
 
 
 def _transform(fun: Any, argnums: Any, has_aux: Any, tables: Any) -> Callable[..., Any]:
-    """`value_and_grad`."""
+    """Implements `value_and_grad` and `grad`."""
     several = isinstance(argnums, (tuple, list))
     chosen = tuple(argnums) if several else (argnums,)
     plain = tuple(n.argnum if isinstance(n, nnx.DiffState) else n for n in chosen)
@@ -327,7 +327,7 @@ def _with_state(x: Any, state: Any) -> Any:
 
 
 def _as_states(tables: Any, arguments: Any, numbers: Any) -> Any:
-    """`tables=` with each dict that stands for an `nnx.State` as a State."""
+    """Returns `tables=` with each dict that stands for an `nnx.State` as a State."""
     if isinstance(numbers, tuple):
         if not isinstance(tables, (tuple, list)) or len(tables) != len(numbers):
             return tables

@@ -205,7 +205,7 @@ def _without_buffers(node: AccumulateState) -> AccumulateState:
 
 
 def _at_this_step(new: Any, state: Any) -> Any:
-    """`new`, the state of `tx.init`, for rows that have missed nothing up to now."""
+    """Returns `new`, the state of `tx.init`, for rows that missed no step up to now."""
     kinds = WeightDecayState, ExactState, TrackChangesState
     is_dated = lambda x: isinstance(x, kinds)
     nodes, treedef = jax.tree.flatten(new, is_leaf=is_dated)
@@ -227,7 +227,7 @@ def _at_this_step(new: Any, state: Any) -> Any:
 
 
 def _zeroed(held: Any, ids: jax.Array) -> Any:
-    """Zeros for these rows. They keep their slots: filled ones come first."""
+    """Sets these rows to zero. They keep their slots: filled ones come first."""
     if not is_selected_rows(held):
         return _write(held, ids, jnp.zeros((ids.size, *held.shape[1:])))
     places = lax.iota(jnp.int32, held.capacity)

@@ -45,13 +45,13 @@ def flatten_params(grads: Any, params: Any) -> list[Any] | None:
 
 
 def leaf_paths(tree: Any, name: str) -> list[str]:
-    """Paths of the leaves for messages: `grads['table']`."""
+    """Returns paths of the leaves for messages: `grads['table']`."""
     paths, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     return [name + jax.tree_util.keystr(path) for path, _ in paths]
 
 
 def without_variables(tree: Any) -> Any:
-    """`tree` with the values of variables, such as `flax.nnx.Param`, in their places.
+    """Replaces variables in `tree`, such as `flax.nnx.Param`, by their values.
 
     A variable is a node with one child. The parameters and the state of an
     `nnx.Optimizer` have variables of different types, so their structures differ.

@@ -73,7 +73,7 @@ def reduce_bags(
 
 
 def pad_examples(owners: Owners, x: jax.Array, value: Any) -> jax.Array:
-    """`[n]` or `[B, L]`, padded to a multiple of the devices."""
+    """Pads `[n]` or `[B, L]` to a multiple of the devices."""
     padding = -x.shape[0] % owners.devices
     if padding:
         widths = [(0, padding), *((0, 0) for _ in x.shape[1:])]
@@ -101,7 +101,7 @@ def _padded_bags(owners, rows, skip, weights, combiner: str) -> jax.Array:
 
 
 def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.Array:
-    """`[num_segments, ...]` of rows `[n, ...]`."""
+    """Reduces rows `[n, ...]` to bags `[num_segments, ...]`."""
     ids, count = segments
     dtype = rows.dtype if combiner == "sum" else indexing.float_dtype(rows.dtype)
     args = [rows, skip, ids, *([] if weights is None else [weights])]
@@ -139,7 +139,7 @@ def _segment_bags(owners, rows, skip, weights, segments, combiner: str) -> jax.A
 
 
 def _reduce(rows, skip, weights, combiner, segment_ids=None, count=None) -> jax.Array:
-    """`sparsejax.embedding_bag` of `rows`; element k of the bags is row k."""
+    """Calls `sparsejax.embedding_bag` on `rows`; element k of the bags is row k."""
     here = jax.lax.iota(jnp.int32, skip.size).reshape(skip.shape)
     return _bag.embedding_bag(
         rows,

@@ -375,7 +375,7 @@ def _without_masked_tables(tree: Any) -> Any:
 
 
 def _mark_stored(x: Any) -> Any:
-    """0 for a leaf that is stored, None for an array without elements."""
+    """Returns 0 for a leaf that is stored, None for an array without elements."""
     return None if math.prod(np.shape(x)) == 0 else 0
 
 
@@ -520,7 +520,7 @@ def _by_id(table: ShardedTable) -> jax.Array:
 
 
 def _values_like(table: ShardedTable, rows: Any) -> Any:
-    """Rows in the order of ids, `[V or more, ...]`, as the values of `table`."""
+    """Turns rows by id, `[V or more, ...]`, into the values of `table`."""
     if rows is None:  # without elements
         shape = table.num_shards * _block_rows(table), *table.shape[1:]
         rows = np.zeros(shape, table.dtype)

@@ -97,7 +97,7 @@ def costs_of(
 
 
 def _bytes_of(spec: jax.ShapeDtypeStruct, wire_dtype: Any = None) -> tuple[int, int]:
-    """Bytes of a row, if given in `wire_dtype`, and of an id."""
+    """Returns the bytes of a row, in `wire_dtype` if given, and of an id."""
     dtype = spec.dtype if wire_dtype is None else wire_dtype
     row = math.prod(spec.shape[1:]) * np.dtype(dtype).itemsize
     return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8

@@ -102,7 +102,7 @@ class Owners:
         return any(kind == AxisType.Explicit for kind in self.mesh.axis_types)
 
     def sharding(self, spec: PartitionSpec) -> NamedSharding:
-        """`spec` over this mesh."""
+        """Returns `spec` over this mesh."""
         return NamedSharding(self.mesh, spec)
 
     def shard_map(
@@ -132,7 +132,7 @@ class Owners:
         )(*args)
 
     def slots(self, n: int, capacity: int | None) -> int:
-        """C for `n` ids a device: `capacity`, or a quarter more than an even share."""
+        """Returns C for `n` ids a device: `capacity`, or 1.25 times an even share."""
         if capacity is None:
             capacity = math.ceil(1.25 * n / self.count) + 8
         return max(1, min(n, self.rows, capacity))
@@ -153,7 +153,7 @@ class Owners:
         return jnp.where(none, np.array(self.height, wide), rows.astype(wide) + first)
 
     def to_own_rows(self, positions: jax.Array) -> jax.Array:
-        """Positions as this owner's row numbers; R for rows of other owners."""
+        """Turns positions into this owner's row numbers; R for rows of other owners."""
         first = lax.axis_index(self.axes).astype(positions.dtype)
         rows = positions - first * _arguments.scalar(self.rows, positions)
         own = indexing.in_range(rows, self.rows)
@@ -172,7 +172,7 @@ class Owners:
         return send_rows(rows, self.axes, self.wire_dtype)
 
     def gather_replicas(self, x: jax.Array) -> jax.Array:
-        """`x [N, ...]` of all devices that own the same rows, `[replicas * N, ...]`."""
+        """Gathers `x [N, ...]` of the devices that own the same rows, by replica."""
         axes = self.replica_axes
         return lax.all_gather(x, axes, tiled=True) if axes else x
 
@@ -301,18 +301,18 @@ class Rounds(NamedTuple):
         return jnp.where(used, ids, _arguments.scalar(self.owners.rows, ids))
 
     def values(self, values: jax.Array, sent: Any) -> jax.Array:
-        """`values [u, ...]` of the ids of one round, `[N, C, ...]`."""
+        """Gathers `values [u, ...]` of one round's ids, `[N, C, ...]`."""
         at, used = self._places(sent)
         none = np.int32(values.shape[0])
         return indexing.take_rows(values, jnp.where(used, at, none))
 
     def sum_duplicates(self, values: jax.Array) -> jax.Array:
-        """Sums `[u, ...]` of `values [n, ...]` for each distinct position."""
+        """Sums `values [n, ...]` for each distinct position, `[u, ...]`."""
         zeros = jnp.zeros((self.rows.size, *values.shape[1:]), values.dtype)
         return indexing.add_rows(zeros, self.slot, values)
 
     def run(self, body: Callable, start: Any) -> Any:
-        """`carry = body(sent, carry)` for each round, `sent` one number."""
+        """Runs `carry = body(sent, carry)` for each round, `sent` one number."""
         if self.is_one:
             return body(np.int32(0), start)
         # `while_loop`, since the number of rounds depends on the batch.
@@ -469,7 +469,7 @@ def _read_here(
 
 
 def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows `[N, C, ...]` that this device owns, zeros for R."""
+    """Reads rows `[N, C, ...]` that this device owns, zeros for R."""
     flat = ids.reshape(-1)
     used = indexing.in_range(flat, values.shape[0])
     rows = indexing.zero_unless(used, _read_local_rows(values, flat))

@@ -57,7 +57,7 @@ class Mod:
         """Raises unless a table of this height can be laid out over the mesh axes."""
 
     def per_shard(self, height: int, shards: int) -> int:
-        """R; at least 1, so that no device has an empty part."""
+        """Returns R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
 
     def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
@@ -86,7 +86,7 @@ class Mod:
         return (height - shard + shards - 1) // shards
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
-        """Stored rows `[N * R, ...]` in the order of ids; padding is last."""
+        """Returns stored rows `[N * R, ...]` in the order of ids; padding is last."""
         parts = values.reshape(shards, -1, *values.shape[1:])
         return jnp.swapaxes(parts, 0, 1).reshape(values.shape)
 
@@ -114,7 +114,7 @@ class Block:
         """Accepts any height and mesh."""
 
     def per_shard(self, height: int, shards: int) -> int:
-        """R; at least 1, so that no device has an empty part."""
+        """Returns R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
 
     def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
@@ -256,7 +256,7 @@ class TableWise:
             )
 
     def per_shard(self, height: int, shards: int) -> int:
-        """R; at least 1, so that no device has an empty part."""
+        """Returns R; at least 1, so that no device has an empty part."""
         return max(1, int(_group_rows(self, shards)[1].max()))
 
     def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
@@ -303,12 +303,12 @@ class TableWise:
                 yield int(offsets[k]), own
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
-        """Stored rows in the order of ids, `[V, ...]`."""
+        """Returns stored rows in the order of ids, `[V, ...]`."""
         ids = lax.iota(_arguments.index_dtype(values.shape[0]), height)
         return values[self.position(ids, height, shards)]
 
     def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
-        """Rows `[V or more, ...]` in the order of ids as `[N * R, ...]`."""
+        """Returns rows `[V or more, ...]` in the order of ids as `[N * R, ...]`."""
         length = shards * self.per_shard(height, shards)
         positions = lax.iota(_arguments.index_dtype(length), length)
         ids = self.ids_at(positions, height, shards)

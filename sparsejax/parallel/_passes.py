@@ -43,7 +43,7 @@ class RangePasses:
         self._most = grad.owners.max_received(grad.slots, grad.rows)
 
     def scale(self, function: Callable) -> None:
-        """None: in `update` a row is added once, after its parts."""
+        """Returns None: in `update` a row is added once, after its parts."""
         del function
 
     def reduce(
@@ -54,7 +54,7 @@ class RangePasses:
         program: block_pass.Program,
         kinds: Sequence[tuple[str, tuple[int, ...]]],
     ) -> list[jax.Array]:
-        """Sums of functions of the rows."""
+        """Sums functions of the rows."""
         axes = self._owners.axes
         if self._most < _MIN_ROUNDS * self._owners.devices * self._slots:
             raise NotByRows("a reduction over rows that can be held")
@@ -132,7 +132,7 @@ class RangePasses:
     def _at_owners(
         self, body: Callable, tables: Sequence[jax.Array], others: Any, out_spec: Any
     ) -> Any:
-        """`body(receive, tables, others)` at each owner.
+        """Runs `body(receive, tables, others)` at each owner.
 
         `receive(apply, carry)` is `carry = apply(merged, carry)` for each range, with
         the result of `block_pass.merge_rows` as `merged`.

@@ -476,7 +476,7 @@ def _fit(
 
 
 def _price(table: TablePlan, layout: str, over: int) -> float:
-    """Additional bytes sent for each byte freed of the `over` that must be freed."""
+    """Returns extra bytes sent per byte freed, of the `over` that must be freed."""
     now, then = table.costs[table.choice], table.costs[layout]
     return (then.wire - now.wire) / min(over, now.memory - then.memory)
 

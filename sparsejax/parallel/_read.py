@@ -109,7 +109,7 @@ def _max_requested(table: ShardedTable, ids: Any) -> int:
 
 
 def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Metrics:
-    """Rounds, rows, overflow and bytes of a lookup of `ids`.
+    """Returns rounds, rows, overflow and bytes of a lookup of `ids`.
 
     Nothing is read: the ids are grouped by owner and counted. The gradient of the
     lookup needs the same again. Works inside and outside of `jit`.
@@ -270,12 +270,12 @@ def _read(
 
 
 def slots_of(owners: Owners, table: ShardedTable, ids: jax.Array) -> int:
-    """C, the slots of a round of the exchange for these ids."""
+    """Returns C, the slots of a round of the exchange for these ids."""
     return owners.slots(-(-ids.size // owners.devices), table.capacity)
 
 
 def _like_ids(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows that were read for `_shard_ids(ids)`, in the shape of `ids`."""
+    """Returns rows that were read for `_shard_ids(ids)`, in the shape of `ids`."""
     shape = (*ids.shape, *rows.shape[1:])
     if not owners.is_explicit:
         return rows if rows.shape == shape else rows[: ids.size].reshape(shape)
@@ -289,7 +289,7 @@ def _like_ids(owners: Owners, rows: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _shard_ids(owners: Owners, none: int, ids: jax.Array) -> jax.Array:
-    """Ids or positions as `[n]`, sharded over the devices, and padded for that.
+    """Shards ids or positions, as `[n]` and padded, over the devices.
 
     Args:
       owners: which device owns which rows.
@@ -365,7 +365,7 @@ class ReadKind:
 
 
 def _merge_turns(owners: Owners, x: jax.Array) -> jax.Array:
-    """`[turns, n, ...]` as `[turns * n, ...]`, without moving data between devices."""
+    """Reshapes `[turns, n, ...]` to `[turns * n, ...]`; moves no data over devices."""
     if x.shape[0] == 1:
         # Without the constraint XLA may gather the result of a jitted gradient.
         return constrain(x[0], owners.mesh, *owners.batch_spec)

@@ -218,7 +218,7 @@ class DataParallelStep:
     def lower(
         self, params: PyTree, opt_state: PyTree, *batch: PyTree
     ) -> jax.stages.Lowered:
-        """`jax.jit(step).lower(...)`, for arrays or `jax.ShapeDtypeStruct`."""
+        """Lowers the jitted step for arrays or `jax.ShapeDtypeStruct`."""
         args = self._place(params, opt_state, batch)
         with jax.set_mesh(self.mesh):
             return self.jitted.lower(*args)
@@ -250,7 +250,7 @@ class DataParallelStep:
         return shardings, *kept, *jax.tree.map(put, batch)
 
     def _put(self, x: Any, spec: PartitionSpec) -> Any:
-        """`x` sharded as `spec`, or as it already is over such a mesh."""
+        """Shards `x` as `spec`, or as it already is over such a mesh."""
         found = getattr(x, "sharding", None)
         if isinstance(found, NamedSharding) and found.mesh.shape == self.mesh.shape:
             spec = found.spec

@@ -111,11 +111,11 @@ class ShardedRows(SelectedRows):
         return (merged, jnp.zeros((), jnp.int32)) if return_overflow else merged
 
     def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """Rows by position, and which are stored. Gathers all slots, for tests."""
+        """Finds rows by position, and a mask of them. Gathers all slots, for tests."""
         return self.everywhere().find(ids)
 
     def retain(self, ids: ArrayLike) -> SelectedRows:
-        """Only the rows at these positions. Gathers all slots, for tests."""
+        """Keeps only the rows at these positions. Gathers all slots, for tests."""
         return self.everywhere().retain(ids)
 
     def everywhere(self) -> SelectedRows:
@@ -149,7 +149,7 @@ class ShardedRows(SelectedRows):
 
 
 def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
-    """`f(rows, *args)` at each owner, on its own parts.
+    """Runs `f(rows, *args)` at each owner, on its own parts.
 
     Args:
       f: function of a SelectedRows whose ids are the owner's row numbers.
@@ -220,7 +220,7 @@ def concatenate(parts: Sequence[ShardedRows]) -> ShardedRows:
 
 
 def _add_to(table: Any, rows: ShardedRows) -> jax.Array:
-    """`table + rows`; each owner adds its own rows."""
+    """Adds `rows` to `table`; each owner adds its own rows."""
     if np.shape(table) != rows.shape:
         raise ValueError(
             f"array + ShardedRows: shapes {np.shape(table)} and {rows.shape} differ. "

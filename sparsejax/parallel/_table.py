@@ -213,7 +213,7 @@ class ShardedTable(RowTable):
         return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)
 
     def __getitem__(self, ids: Any) -> Any:
-        """Rows by id, as from an array; `table[...]` is the table."""
+        """Reads rows by id, as from an array; `table[...]` is the table."""
         if ids is Ellipsis:
             return self
         if isinstance(self.values, SelectedRows):
@@ -496,7 +496,7 @@ def _abstract_values(table: jax.ShapeDtypeStruct, empty: ShardedTable) -> Any:
 
 
 def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
-    """`values` of a traced array, computed by reshapes of whole axes."""
+    """Computes `values` of a traced array by reshapes of whole axes."""
     height, shards = empty.height, empty.num_shards
     padding = shards * Block().per_shard(height, shards) - height
     widths = [(0, padding), *((0, 0) for _ in table.shape[1:])]
@@ -505,7 +505,7 @@ def _values_of_traced(table: jax.Array, empty: ShardedTable) -> jax.Array:
 
 
 def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
-    """`values` from a function of NumPy ids, built part by part on the host.
+    """Builds `values` from a function of NumPy ids, part by part on the host.
 
     Each process builds only the parts of its own devices.
     """
@@ -604,7 +604,7 @@ def check_axis(mesh: Any, axis: Any) -> str | tuple[str, ...]:
 
 
 def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
-    """`x` sharded as `PartitionSpec(*spec)`, over Explicit and Auto axes alike."""
+    """Shards `x` as `PartitionSpec(*spec)`, over Explicit and Auto axes alike."""
     rest = (None,) * (x.ndim - len(spec))
     sharding = NamedSharding(mesh, PartitionSpec(*spec, *rest))
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):

@@ -86,7 +86,7 @@ class _Route:
         return cls(owners_of(table), *axes, features, place)
 
     def to_owners(self, x: jax.Array, none: Any) -> jax.Array:
-        """`x [b, F, L]` of every device, for the features of this one's group.
+        """Gathers `x [b, F, L]` of every device, for the features of this one's group.
 
         Returns:
           `[m, G, f, b, L]`, by the device that it comes from; `none` for no feature.
@@ -210,5 +210,5 @@ def _add_rows(
 
 
 def _size(route: _Route) -> int:
-    """m, the number of devices in a group."""
+    """Returns m, the number of devices in a group."""
     return math.prod(route.owners.mesh.shape[name] for name in route.within)

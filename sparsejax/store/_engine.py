@@ -257,7 +257,7 @@ class Engine:
         return x if self.devices is None else self.devices.on_one_device(x)
 
     def _on_device(self, early: Sequence[_Early]) -> dict[str, SelectedRows]:
-        """Rows that were read as arrays; nothing writes to their buffers any more."""
+        """Moves rows that were read to the device; nothing writes to their buffers."""
         pairs = {x.table.spec.name: self._rows_and_values(x) for x in early}
         if self.devices is None:
             # One copy of all tables. The CPU device may use these buffers in place.

@@ -298,7 +298,7 @@ def found_of(table: Any, rows: Rows) -> Found:
 
 
 def forward(fun: Callable[..., Any], rows: Rows, args: Any, kw: Any) -> Any:
-    """`fun` on pulled rows."""
+    """Calls `fun` on pulled rows."""
 
     def on_rows(args, kw):
         args, kw = with_views((args, kw), rows)
@@ -317,7 +317,7 @@ def gradient(
     kw: Mapping[str, Any],
     frozen: Sequence[str] = (),
 ) -> tuple[Any, Any, list[Any]]:
-    """`value_and_grad` of `fun` on pulled rows.
+    """Differentiates `fun` on pulled rows.
 
     Args:
       fun, argnums, has_aux, tables: as in `sparsejax.value_and_grad`.
@@ -366,7 +366,7 @@ def gradient(
 
 
 def _with_values(tables: Any, several: bool, count: int) -> Any:
-    """`tables=` for the arguments of the user and the values of pulled rows."""
+    """Returns `tables=` for the arguments of the user and the values of pulled rows."""
     if not callable(tables):
         is_tuple = several and isinstance(tables, tuple)
         return (*(tables if is_tuple else (tables,) * count), True)

@@ -216,7 +216,7 @@ class OtherThread:
 
 
 def _with_config_of_caller(work: Callable[[], Any]) -> Callable[[], Any]:
-    """`work` under the JAX config of the calling thread, since it is thread-local."""
+    """Runs `work` under the calling thread's JAX config, since it is thread-local."""
     x64 = _arguments.x64_enabled()
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -163,7 +163,7 @@ class TableKeys:
         return {"young": young.size, "old": old.size, "hand": self._hand()}
 
     def sightings(self) -> list[np.ndarray]:
-        """Keys and counts of the younger sightings, then of the older ones."""
+        """Returns keys and counts of the younger sightings, then of the older ones."""
         return [array for pair in self._sightings.contents() for array in pair]
 
     def restore_sightings(self, arrays: Sequence[np.ndarray], hand: int) -> None:
@@ -262,7 +262,7 @@ class TableKeys:
         self.waiting += plan.waiting
 
     def _free(self, count: int) -> np.ndarray:
-        """At most `count` rows that have no key, ascending."""
+        """Returns at most `count` rows that have no key, ascending."""
         holes = self._holes[:count]
         end = min(self._end + count - holes.size, self.height)
         return np.concatenate([holes, np.arange(self._end, end)])
@@ -282,7 +282,7 @@ class TableKeys:
         return min(window, self.height)
 
     def _victims(self, count: int, step: int, known: np.ndarray) -> np.ndarray:
-        """At most `count` rows of keys last used before `step`, ascending; not `known`.
+        """Returns `count` rows or less of keys last used before `step`, ascending.
 
         The rows `known` belong to keys of this call, which `commit` marks as used.
         """
@@ -388,7 +388,7 @@ class _Generation:
 
 
 def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the arrays of the keys of a table.
+    """Returns shapes and dtypes of the arrays of the keys of a table.
 
     - The key of each row, its last step, and the number of calls of `insert` that had
       it, which is 0 for a row without a key.

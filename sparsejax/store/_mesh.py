@@ -149,7 +149,7 @@ class Devices:
     def replicate(
         self, owners: Owners, rows: np.ndarray, own: np.ndarray, capacity: int
     ) -> SelectedRows:
-        """Pulled rows on every device. A collective.
+        """Replicates pulled rows on every device. A collective.
 
         Args:
           owners: of the table.
@@ -228,7 +228,7 @@ def _own_ids(name: str, ids: Any) -> np.ndarray:
 
 
 def _replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:
-    """`x`, which all processes have, on every device of the mesh."""
+    """Replicates `x`, which all processes have, on every device of the mesh."""
     whole = NamedSharding(mesh, PartitionSpec())
     return jax.make_array_from_callback(x.shape, whole, lambda index: x[index])
 
@@ -240,7 +240,7 @@ def _one_axis(mesh: Mesh) -> Mesh:
 
 @functools.lru_cache(maxsize=16)
 def _all_gather(mesh: Mesh) -> Callable[..., jax.Array]:
-    """`(rows of each device, places) -> rows at these places`, on every device."""
+    """Makes `(rows of each device, places) -> rows at these places`, replicated."""
 
     def body(rows, places):
         return indexing.take_rows(lax.all_gather(rows, "all", tiled=True), places)

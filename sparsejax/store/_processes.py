@@ -42,7 +42,7 @@ class Processes:
     gather: Callable[[np.ndarray], np.ndarray]
 
     def run(self, work: Callable[[], T]) -> T:
-        """`work()`; if it raises in any process, all of them raise. A collective."""
+        """Runs `work()`; raises everywhere if any process raises. A collective."""
         error, result = None, None
         try:
             result = work()

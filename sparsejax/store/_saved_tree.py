@@ -90,7 +90,7 @@ def describe(leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
 
 
 def spec_of(path: Any, description: dict[str, Any]) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of an array in a record.
+    """Returns the shape and dtype of an array in a record.
 
     Raises:
       ValueError: there is no such dtype.

@@ -104,7 +104,7 @@ class Slots:
             self._queued = sum(slots.size for _, slots in self._queue)
 
     def _least_recently_used(self, count: int) -> np.ndarray:
-        """`count` slots from the head of the queue, which leave it."""
+        """Takes `count` slots from the head of the queue."""
         chosen = []
         while count:
             at, slots = self._queue.popleft()

@@ -222,7 +222,7 @@ def _arrays(table: Table, rows: np.ndarray, state: bool) -> list[np.ndarray]:
 def _specs(
     k: int, table: Table, description: Mapping[str, Any], state: bool
 ) -> dict[str, Spec]:
-    """Shapes and dtypes of the arrays of the k-th table that are no columns."""
+    """Returns the specs of the k-th table's arrays that are not columns."""
     count = (description["rows"],)
     specs: dict[str, Spec] = {f"{k}.rows": (count, np.dtype(np.int64))}
     specs[f"{k}.kinds"] = count, np.dtype(np.uint8)

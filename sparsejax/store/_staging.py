@@ -300,7 +300,7 @@ class Staging:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Within it no batch is staged; after it, the expected ones are again."""
+        """Unstages all batches within it; stages the expected ones again after it."""
         with self._lock:
             entries = self._undo_staged()
             try:
@@ -467,7 +467,7 @@ class Places:
             self._put(self._state, k, jnp.array(value))
 
     def trees(self) -> tuple[Any, Any]:
-        """`(params, opt_state)`."""
+        """Returns `(params, opt_state)`."""
         params = self._params_tree.unflatten(self._params)
         return params, self._state_tree.unflatten(self._state)
 
@@ -546,7 +546,7 @@ def _matches(
 
 
 def _padded(slots: np.ndarray, height: int) -> np.ndarray:
-    """Slots in a bucket, so that programs are compiled for few numbers of them."""
+    """Pads slots to a bucket, so that programs are compiled for few sizes."""
     padded = np.full((bucket(slots.size),), height, np.int32)
     padded[: slots.size] = slots
     return padded

@@ -725,7 +725,7 @@ class KVStore:
     def _on_pulled_rows(
         self, fun: Callable[..., Any], body: Callable[..., Any], capacity: Any
     ) -> Callable[..., Any]:
-        """`body(rows, (args, kwargs), ())` as a function of the arguments of `fun`."""
+        """Makes `body(rows, (args, kwargs), ())` a function of `fun`'s arguments."""
         self._given_by_name(capacity)
         capacities, engine = Capacities(capacity), self.engine
         row_ids = _functions.RowIds(engine, lambda a: fun(*a[0], **a[1]))

@@ -352,7 +352,7 @@ class Table:
         where: np.ndarray | None,
         held_steps: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`KVStore.insert`: the row of each key, and the rows that were evicted.
+        """Implements `KVStore.insert`: returns each key's row, and the evicted rows.
 
         The arguments are described at `TableKeys.plan`.
         """

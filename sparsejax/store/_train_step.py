@@ -66,7 +66,7 @@ class RowsStep:
     def __call__(
         self, params: PyTree, opt_state: PyTree, batch: Any, rows: Rows
     ) -> tuple[Any, Any, Any, dict[str, Any]]:
-        """`(params, opt_state, value, grads)`; `push` the gradients then.
+        """Returns `(params, opt_state, value, grads)`; `push` the gradients then.
 
         Args:
           params, opt_state: of the step.

@@ -69,7 +69,7 @@ _RULES_OF_ARRAYS: set[str] = set()  # names of primitives registered with of_arr
 
 
 def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule], Rule]:
-    """Decorator: registers how a primitive reads rows of a table, or passes it on.
+    """Registers, as a decorator, how a primitive reads or passes on a table's rows.
 
     The rule is called as `rule(ctx, *inputs, **params)`, with the equation's parameters
     and its inputs, at least one of which is a `TableRef`. It returns the outputs of the

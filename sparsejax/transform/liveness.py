@@ -67,7 +67,7 @@ _FLOWS = Registry()
 
 
 def register_flow(*primitives: Any) -> Callable[[Flow], Flow]:
-    """Decorator: registers which inputs of a primitive are live, given its outputs.
+    """Registers, as a decorator, a primitive's live inputs, given its outputs.
 
     By default all inputs are live if any output is. That is always correct, but may
     count a use of a table that is not differentiated.

@@ -188,7 +188,7 @@ class _Instruction(NamedTuple):
     attributes: str
 
     def called(self) -> list[tuple[str, str]]:
-        """`(attribute, computation)` for each computation that it refers to."""
+        """Returns `(attribute, computation)` for each computation that it refers to."""
         return [
             (attribute, name.strip().lstrip("%"))
             for attribute, names in _CALLED.findall(self.attributes)
@@ -294,7 +294,7 @@ def _group_size(attributes: str, num_devices: int) -> int:
 
 
 def _until_closed(text: str, end: str) -> tuple[str, str]:
-    """`text` up to the parenthesis that closes its first one, and the rest of it.
+    """Cuts `text` behind the parenthesis that closes its first one.
 
     Without a parenthesis at its start, up to `end`.
     """

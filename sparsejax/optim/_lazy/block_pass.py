@@ -345,7 +345,7 @@ def _block_rows(n: int, shape: Sequence[int]) -> int:
 
 
 def _pad(x: jax.Array, block: int, value: Any) -> jax.Array:
-    """`x` padded to whole blocks."""
+    """Pads `x` to whole blocks."""
     return jnp.pad(x, (0, -x.shape[0] % block), constant_values=value)
 
 

@@ -32,7 +32,7 @@ def merge_duplicates(grad: SelectedRows) -> SelectedRows:
 
 @functools.singledispatch
 def gather_rows(rows: SelectedRows, table: Any, otherwise: jax.Array) -> jax.Array:
-    """Rows of a table; `otherwise` in empty slots."""
+    """Gathers rows of a table; `otherwise` in empty slots."""
     if not rows.height:
         return otherwise
     if is_quantized(table):

@@ -120,7 +120,7 @@ class _OneDevice:
 
 @functools.partial(jax.jit, static_argnames="slots")
 def _ascending(rows, values, *, slots):
-    """Distinct rows in ascending order; XLA drops an unused sort."""
+    """Returns distinct rows in ascending order; XLA drops an unused sort."""
     order = jnp.argsort(rows)[:slots]
     return rows[order], values[order]
 
@@ -251,7 +251,7 @@ class _Table:
         ]
 
     def reduce(self, group, fresh) -> list[jax.Array]:
-        """Reductions over the rows."""
+        """Reduces functions of the rows."""
         function = RowFunction([r.node for r in group], self.nodes())
         read = [(n, x) for n, x in self._arrays() if n in function.inputs]
         others = []
@@ -301,7 +301,7 @@ class _Table:
         return with_known_sum(out, self.weights, table), dict(zip(new, state))
 
     def _trace_once(self, function: RowFunction, nodes, outputs) -> block_pass.Program:
-        """`_trace`, or its result for an earlier table with the same function."""
+        """Calls `_trace`, or reuses the result of an earlier table's equal function."""
         key = function.key([self.gradient, *nodes]), nodes.index(self.weight)
         try:
             traced = self.programs.get(key)
@@ -333,6 +333,6 @@ class _Table:
 
 
 def _add(rows: jax.Array, change: jax.Array) -> jax.Array:
-    """Rows plus their update, as `optax.apply_updates` adds them."""
+    """Adds the update to rows, as `optax.apply_updates` does."""
     dtype = indexing.accumulator_dtype(indexing.promote(rows.dtype, change.dtype))
     return (rows.astype(dtype) + change.astype(dtype)).astype(rows.dtype)

@@ -334,7 +334,7 @@ class _Runner:
         return [read(v) for v in jaxpr.outvars]
 
     def _without_meaning(self, eqn, tables):
-        """Outputs of the right types, after a fault."""
+        """Returns outputs of the right types, after a fault."""
         step = _Step(self._path, [], next(self._number))
         return [
             Node(min(tables), v.aval, step, k)

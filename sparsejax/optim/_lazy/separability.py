@@ -219,7 +219,7 @@ def is_lazy_exact(tx: optax.GradientTransformation, params: PyTree = None) -> bo
 
 
 def _tree(params: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Structure and specs of parameters, by default of one table."""
+    """Returns the tree and specs of parameters, by default of one table."""
     if params is None:
         params = jax.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32)
     leaves, treedef = trees.flatten(params)
@@ -247,7 +247,7 @@ def moved(tx: Any, treedef: Any, specs: Sequence[Any]) -> dict[int, list[str]]:
 
 
 def refusal(tx: Any, treedef: Any, specs: Sequence[Any]) -> Reason | None:
-    """Why no leaf can be lifted; None if one can, or if `update` has to decide."""
+    """Explains why no leaf can be lifted; None if one can or `update` must decide."""
     found = of_candidates(tx, treedef, specs)
     if found.tables or not found.refused:
         return None
@@ -379,7 +379,7 @@ def reason(tx: Any, fault: NotByRows) -> Reason:
 
 
 def refused_by_type(leaves: state_leaves.StateLeaves) -> dict[int, Reason]:
-    """Tables that have state of a type in `NOT_LIFTED`."""
+    """Returns tables that have state of a type in `NOT_LIFTED`."""
     refused, first = {}, 0
     is_known = lambda x: type(x) in NOT_LIFTED
     for node in jax.tree.leaves(leaves.state, is_leaf=is_known):
@@ -402,7 +402,7 @@ def difference_of_rows(
     tables: Sequence[int],
     num_rows: Sequence[int],
 ) -> Reason | None:
-    """Why `tx` does something else on `num_rows` rows than on all, or None.
+    """Explains why `tx` differs on `num_rows` rows from all rows, or returns None.
 
     None also if it cannot be traced, which `lazy(tx, check=False)` allows.
     """
@@ -481,7 +481,7 @@ class Update:
     # -------------------------------------------------------------- traces
 
     def trace(self, rows: Mapping[int, tuple[int, ...]]) -> tuple[Any, list[Any]]:
-        """`tx.update` as a jaxpr: updates of tables, state, updates of other leaves."""
+        """Traces `tx.update`: updates of tables, state, updates of other leaves."""
         specs = [
             self._with_rows(s, i, rows) if i in self.tables else s
             for i, s in enumerate(self.specs)
@@ -526,7 +526,7 @@ class Update:
     # -------------------------------------------------------------- faults
 
     def refused_by_state(self) -> dict[int, Reason]:
-        """Tables whose state has no rows, or is of a type in `NOT_LIFTED`."""
+        """Returns tables whose state has no rows, or is of a type in `NOT_LIFTED`."""
         refused = {}
         for t, (why, k) in self.leaves.blocked.items():
             found = self.leaves.part_of(k) or (parts.of_transformation(self.tx),)
@@ -572,7 +572,7 @@ class Update:
         return frozenset()
 
     def _faults_of(self, split, over_rows) -> Iterator[NotByRows]:
-        """Faults of a program that could be split."""
+        """Returns faults of a program that could be split."""
         n, k = len(self.tables), len(self.tables) + len(self.state)
         updates, new, others = (
             split.outputs[:n],
@@ -799,7 +799,7 @@ def _draw(
     is_branch: bool = False,
     is_large: bool = True,
 ) -> Any:
-    """Random numbers of a type, of several sizes, and both booleans.
+    """Draws numbers of a type, of several sizes, and both booleans.
 
     Integers are counts, which are positive, unless they choose a branch. A global
     number is not large, since the exponential of a decay may be taken.
@@ -861,7 +861,7 @@ def _by_number(fault: NotByRows) -> NotByRows:
 
 @contextlib.contextmanager
 def jax_defaults() -> Iterator[None]:
-    """JAX's defaults, for any settings of the caller."""
+    """Restores JAX's defaults, for any settings of the caller."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(state_leaves.without_mesh())
         stack.enter_context(jax.disable_jit(False))

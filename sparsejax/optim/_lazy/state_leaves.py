@@ -148,7 +148,7 @@ def without_mesh() -> Any:
 
 
 def trace(init: Callable, treedef: Any, specs: Sequence[Any]) -> tuple[Any, Any]:
-    """`init` as an open jaxpr, and the state that it returns, as types."""
+    """Traces `init` as an open jaxpr, and returns the types of its state, too."""
     structure: Any = None
 
     def run(*arrays):

@@ -105,7 +105,7 @@ def _static(table: Any) -> Any:
 
 
 def init(tx_init: Callable, params: Any) -> Any:
-    """`tx_init(params)`, sharded like the tables in `params`."""
+    """Computes `tx_init(params)`, sharded like the tables in `params`."""
     tables, i = {}, 0  # by leaf index
     for node in jax.tree.leaves(params, is_leaf=_is_leaf):
         sharding = rows_sharding(node)

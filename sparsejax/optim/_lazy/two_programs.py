@@ -88,7 +88,7 @@ def differences(
 
 
 def _difference(a: Any, b: Any, bodies: Sequence[Any], is_exact: bool) -> str | None:
-    """Why an equation differs in more than its number of rows, or None."""
+    """Explains why an equation differs in more than its number of rows, or None."""
     name = a.primitive.name
     for v, w in zip(a.invars, b.invars):
         if isinstance(v, _compat.Literal) and not _equal(v.val, w.val):

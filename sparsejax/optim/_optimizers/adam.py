@@ -281,5 +281,5 @@ def _adam(
 
 
 def _moment(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-    """`decay * old + (1 - decay) * new`, with `1 - decay` in the precision given."""
+    """Returns `decay * old + (1 - decay) * new`; `1 - decay` as precise as given."""
     return base.like(decay, old) * old + base.like(1 - decay, old) * new

@@ -128,7 +128,7 @@ def like(value: Any, x: jax.Array) -> jax.Array:
 
 
 def bias_correction(decay: Any, count: Any, dtype: Any) -> jax.Array:
-    """`1 - decay**count`, accurate if small, where a plain power is off by 1e-5."""
+    """Returns `1 - decay**count`, accurate if small; a plain power is off by 1e-5."""
     return -jnp.expm1(count.astype(dtype) * jnp.asarray(log(decay)).astype(dtype))
 
 
@@ -149,7 +149,7 @@ def row_zeros(p: Any, dtype: Any = None) -> jax.Array:
 
 
 def per_row(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """`x` of shape `[V]`, or a scalar, reshaped to broadcast against `[V, ...]`."""
+    """Reshapes `x`, `[V]` or a scalar, to broadcast against `[V, ...]`."""
     return indexing.append_axes(x, rows.ndim) if x.ndim else x
 
 
@@ -169,12 +169,12 @@ def row_mean(x: jax.Array) -> jax.Array:
 
 
 def divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """`a / b`, or `a` where `b` is 0; so 0 where both are 0."""
+    """Returns `a / b`, or `a` where `b` is 0; so 0 where both are 0."""
     return a / jnp.where(b == 0, like(1, b), b)
 
 
 def add_as_two(total: jax.Array, x: jax.Array) -> jax.Array:
-    """`total + x`, where a total is the unevaluated sum of two floats.
+    """Returns `total + x`, where a total is the unevaluated sum of two floats.
 
     Knuth's two-sum: a sum of a million logarithms near zero keeps its last digits.
     """

@@ -167,7 +167,7 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
 
 
 def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.Array:
-    """`log(1 - lr * rate)` of one step."""
+    """Returns `log(1 - lr * rate)` of one step."""
     if all(isinstance(x, (int, float, np.floating)) for x in (rate, learning_rate)):
         return base.like(np.log1p(-np.float64(rate * learning_rate)), state.log_decay)
     rate = base.like(rate, state.log_decay)

@@ -218,7 +218,7 @@ def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
 def _apply_to_quantized(
     table: QuantizedTable, copy: Any, update: SelectedRows, key: Any
 ) -> tuple[Any, Any]:
-    """`_apply` for a QuantizedTable: an update of the codes, and one of the scales."""
+    """Applies to a QuantizedTable: updates of the codes, and of the scales."""
     update = update.astype(jnp.float32).coalesce()
     rows, height = update.rows, update.height
     (codes, pairs), treedef = jax.tree.flatten(table)

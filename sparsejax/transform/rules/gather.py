@@ -234,7 +234,7 @@ def _ids_read(
 
 
 def _row_numbers(places: Sequence[jax.Array], sizes: Sequence[Any]) -> jax.Array:
-    """Rows of a view, from places `[..., n_i]` along each of its axes of rows.
+    """Returns rows of a view, from places `[..., n_i]` along each axis of rows.
 
     Args:
       places: of a dtype that can count all rows.
