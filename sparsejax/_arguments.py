@@ -32,7 +32,7 @@ class SupportsJaxArray(Protocol):
 
 
 class Spec(Protocol):
-    """A shape and a dtype in place of an array, as `jax.ShapeDtypeStruct`."""
+    """A shape and a dtype instead of an array, as `jax.ShapeDtypeStruct`."""
 
     @property
     def shape(self) -> Any: ...

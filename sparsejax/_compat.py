@@ -227,7 +227,7 @@ def primitive(
       types: a function of the same arguments that returns the shapes and dtypes of the
         results. Without it, and if types of arguments have a mesh, `reference` is
         traced to find them.
-      multiple_results: whether `reference` returns a sequence. Then it also takes the
+      multiple_results: True if `reference` returns a sequence. Then it also takes the
         place of `platforms` in programs of several devices. So a lowering may be a loop
         that writes to its arguments in place.
       transposes: by position of an array in which `reference` is linear,
@@ -342,7 +342,7 @@ def view_primitive(
 
     Args:
       name: of the primitive.
-      shape_of: `f(shape, **static)`, the shape of the result, from that of the first.
+      shape_of: `f(shape, **static)`, from the shape of the first to the result's.
       refuse: `f(**static)`, raises the error for programs that are run without a walk.
 
     Returns:

@@ -78,7 +78,7 @@ class ArraySpec(NamedTuple):
     Args:
       kinds: the accepted letters of `dtype.kind`, out of "biufcSU".
       ndims: the accepted numbers of axes.
-      required: whether the archive must contain the array.
+      required: True if the archive must contain the array.
     """
 
     kinds: str

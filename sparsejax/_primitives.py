@@ -21,7 +21,7 @@ UNARY = frozenset(
 # Elementwise functions of two arrays with a derivative in each.
 ARITHMETIC = frozenset("add atan2 complex div max min mul pow rem sub".split())
 
-# All elementwise functions: an element of the output depends on that of each input.
+# All elementwise functions: an output element depends on one element of each input.
 ELEMENTWISE = (
     UNARY
     | ARITHMETIC

@@ -32,7 +32,7 @@ def keep_freed_pages() -> bool:
     XLA allocates the temporaries of a compiled program as one buffer in each call. By
     default glibc maps a buffer above 32 MiB anew, and Linux clears each of its pages of
     4 KiB when it is first touched: about 1 ms for 4 MB. With this setting the buffer
-    lies in memory that the last call freed. Steps whose temporaries, or whose dense
+    is in memory that the last call freed. Steps whose temporaries, or whose dense
     updates, exceed 32 MiB become up to 3 times faster, and smaller ones do not change.
 
     There are two costs. The resident memory of the process does not shrink: freed

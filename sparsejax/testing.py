@@ -51,7 +51,7 @@ def assert_equals_dense(
       params: a tree with the tables; leaves that are not arrays of floats are
         constants. Pass a flax.nnx module as the state that `nnx.split` returns.
       batches: one batch for each step. Three or four steps see state that goes wrong.
-      exact: True compares `exact` in place of `lazy`.
+      exact: True compares `exact` instead of `lazy`.
       has_aux: True if `loss` returns `(loss, aux)`. aux is not compared.
       tables: as in `sparsejax.value_and_grad`.
       rtol: by default 1e-5, or 0.01 if the dense program has float16, or 0.05 if it has

@@ -63,7 +63,7 @@ class HashIndex:
     - A row belongs to one key, and to the same key until it is evicted.
     - The result does not depend on the order of the keys in a batch. A key that occurs
       several times counts once. New keys, in ascending order as unsigned integers, get
-      the rows that were never used, and then those of evicted keys.
+      the rows that were never used, and then the rows of evicted keys.
     - With `admit_after=k`, a key gets a row when it is seen for the k-th time. The
       sightings of keys without a row are counted in a sketch. The sketch may
       overestimate a count, and it forgets: a sighting counts until between
@@ -795,7 +795,7 @@ def _claim(
     """Claims an empty slot for each key that tries; -1 if its two buckets are full.
 
     In each turn, every key tries the first empty slot of its emptier bucket. The key
-    with the smallest number wins the slot and writes its number in place of a row. A
+    with the smallest number wins the slot and writes its number instead of a row. A
     bucket takes one key per turn, so the other keys see how full it is now, and buckets
     fill evenly.
     """

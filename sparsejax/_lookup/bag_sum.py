@@ -116,7 +116,7 @@ def bags_with(
     *,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Returns bool `[num_bags]`: whether each segmented bag has a true element."""
+    """Returns bool `[num_bags]`: True for each segmented bag with a true element."""
     static: dict[str, Any] = dict(
         num_bags=num_bags, indices_are_sorted=indices_are_sorted
     )

@@ -51,7 +51,7 @@ def dot(
       dense: `[C, ...]`, or `[S, ...]` with `transpose`. Or a SelectedRows of that
         shape, in which rows that are not stored are zeros; a QuantizedTable; or a
         ShardedTable.
-      transpose: whether to multiply by the transposed matrix.
+      transpose: True multiplies by the transposed matrix.
       num_columns: int C. By default the column count of a scipy matrix or a BCSR, or
         the first axis of `dense`; required for a SegmentTensor with `transpose`.
 

@@ -109,7 +109,7 @@ def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
 
     Args:
       values: `[n, ...]`.
-      follows: bool `[n]`, whether an element is in the run of the element before it.
+      follows: bool `[n]`, True if an element is in the run of the element before it.
       chunk: a power of two.
 
     Returns:

@@ -23,7 +23,7 @@ program needs a dependence that its mathematics does not have, it selects by it:
 
 The predicate is `x > least`, with the least integer of the type. `(x | 1) != 0` fails
 for the third use, since LLVM knows the lowest bit and removes the arithmetic: a read of
-65,536 rows of 64 took 48 ms in place of 4.5 (two busy cores, November 2026).
+65,536 rows of 64 took 48 ms instead of 4.5 (two busy cores, November 2026).
 """
 
 from collections.abc import Sequence

@@ -7,10 +7,10 @@ holds the table as floats unless it calls `dequantize`.
 
 `jax.tree.map(lambda a, b: (a + b) / 2, table1, table2)` must not average codes. So a
 table shows its scales and biases to trees as an array that JAX moves but does not
-compute with (see `row_ids.seal`). Codes stay plain bytes: a function of all
-leaves is refused at the other leaf.
+compute with (see `row_ids.seal`). Codes stay plain bytes: arithmetic over the
+tree fails at the scales.
 
-The results are equal to those of Caffe2 and FBGEMM, bit for bit: the search for a
+The results equal the results of Caffe2 and FBGEMM, bit for bit: the search for a
 range, the operations that round, and the scale (0 or 1) of a row of equal numbers.
 """
 
@@ -628,7 +628,7 @@ def quantize(
       bits: 8, 4 or 2. Codes of 4 and 2 bits are packed into bytes.
       scale_dtype: float32 or float16, of scales and biases. The default is float32 for
         8 bits, and float16 for fewer.
-      symmetric: whether codes are multiples of a scale, on both sides of zero.
+      symmetric: True if codes are multiples of a scale, on both sides of zero.
       search: None or `"greedy"`.
       key: a PRNG key or an int, to round up or down at random, so that the expected
         value of a number in the range is that number. None rounds to the nearest.
@@ -757,7 +757,7 @@ def requantize(
     old_scale, old_bias = pair.astype(jnp.float32).T
     low, high = jnp.min(rows, axis=1), jnp.max(rows, axis=1)
     top = old_bias + levels * old_scale
-    # A number at the edge of the range may lie outside by the rounding of float32.
+    # Rounding in float32 may put a number at the edge outside of the range.
     slack = 1e-3 * old_scale + 4 * _FLOAT32 * jnp.maximum(jnp.abs(low), jnp.abs(high))
     fits = (low >= old_bias - slack) & (high <= top + slack)
     fits &= 2 * (high - low) >= top - old_bias

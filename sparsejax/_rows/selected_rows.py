@@ -406,7 +406,7 @@ class SelectedRows(metaclass=_InErrors):
         Args:
           capacity: int, slots of the result. The default, `min(n, height)`, always
             suffices.
-          return_overflow: whether to also return the number of rows that did not fit.
+          return_overflow: True also returns the number of rows that did not fit.
 
         Returns:
           SelectedRows, or `(SelectedRows, overflow)` with an int32 scalar. On overflow

@@ -19,7 +19,7 @@ from sparsejax._rows.selected_rows import SelectedRows
 
 
 class RowTable:
-    """A table whose rows may lie on many devices: `sparsejax.parallel.ShardedTable`."""
+    """A table whose rows may be on many devices: `sparsejax.parallel.ShardedTable`."""
 
     shape: Any
     dtype: Any

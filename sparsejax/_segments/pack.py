@@ -32,7 +32,7 @@ def pack_segments(
     Args:
       st: SegmentTensor, whose values are an array `[n, ...]` or a tree of arrays.
       max_length: int L. Elements of a segment beyond L are cut and get no gradient.
-      return_mask: whether to return a mask of the slots that contain an element.
+      return_mask: True also returns a mask of the slots that contain an element.
 
     Returns:
       `[S, max_length, ...]`, or a tree of such arrays, of the values' dtypes. With

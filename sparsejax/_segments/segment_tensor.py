@@ -58,7 +58,7 @@ class SegmentTensor:
       segment_ids: integers `[n]`, in any order; elements whose id is out of range
         belong to no segment.
       num_segments: int, static.
-      is_sorted: bool, static: whether `segment_ids` never decrease and ids out of
+      is_sorted: bool, static: True if `segment_ids` never decrease and ids out of
         range come last. Checked outside `jit`, trusted inside.
 
     Raises:
@@ -283,7 +283,7 @@ class SegmentTensor:
         Raises:
           ValueError: `padded` has fewer than two axes, its dtype cannot represent
             `filler`, or there are more elements than `capacity`. Inside `jit`, floats
-            become NaN in place of the last error, and integers with a `capacity` below
+            become NaN instead of the last error, and integers with a `capacity` below
             S * L are an error.
 
         Example:

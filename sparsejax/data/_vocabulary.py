@@ -323,7 +323,7 @@ class Vocabulary:
 
         Args:
           table: as in `build`. Columns that the vocabulary does not have are ignored,
-            and it may have more columns. Of an iterable, one batch at a time is in
+            and it may have more columns. An iterable has one batch at a time in
             memory, and the ids of all batches are returned together; if these do not
             fit into memory, call `ids(batch)` in a loop.
 

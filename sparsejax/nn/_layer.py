@@ -38,7 +38,7 @@ def tables(layers: PyTree) -> Any:
 
     Args:
       layers: a layer, or a tree of layers that matches the tree of parameters, with
-        each layer in place of its parameters. Anything else in the tree (None, a
+        each layer instead of its parameters. Anything else in the tree (None, a
         function) is left to `sparsejax.grad`.
 
     Returns:

@@ -105,7 +105,7 @@ class Feature:
 
     @property
     def mode(self) -> str:
-        """What a row out of range reads."""
+        """How a row out of range is read: "zero" or "fill"."""
         return "zero" if self.layer.mode == "zero" else "fill"
 
     @property

@@ -136,7 +136,7 @@ class Trainer:
         self.block, self.store, self._loss = block, store, loss
         self._inputs = (lambda batch: batch) if inputs is None else inputs
         self._checked, self._name = checked, type(block).__name__
-        # Of pulled rows, by table, and of the elements of scipy matrices, by leaf.
+        # For pulled rows, by table, and for the elements of scipy matrices, by leaf.
         self._capacities = Capacities(room=lambda count: count)
         self._elements = Capacities(room=bucket)
         key = _arguments.as_key(key, from_int=True)

@@ -386,7 +386,7 @@ class SparseModel(keras.Model):
             losses that layers add, so the model need not be compiled.
 
         Returns:
-          What `sparsejax.explain` returns; it prints as a table.
+          The result of `sparsejax.explain`; it prints as a table.
         """
         x = jax.tree.map(jnp.asarray, x)
         self(x, training=False)  # builds what is not built yet
@@ -409,7 +409,7 @@ class SparseModel(keras.Model):
 
 @_register
 class SparseFunctional(SparseModel, _Functional):
-    """What `SparseModel(inputs, outputs)` returns."""
+    """A functional `SparseModel`, from `SparseModel(inputs, outputs)`."""
 
 
 def _is_functional(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -87,7 +87,7 @@ def value_and_grad(
       fun: a function of modules, variables, states or arrays, with a scalar float
         output, or `(scalar, aux)`.
       argnums: int, `nnx.DiffState`, or a tuple of these: the arguments to
-        differentiate. Of a module, an int differentiates each `nnx.Param`, and
+        differentiate. For a module, an int selects each `nnx.Param`, and
         `nnx.DiffState(i, filter)` the variables that the filter selects.
       has_aux: True if `fun` returns `(loss, aux)`.
       tables: which leaves are tables, as in `sparsejax.value_and_grad`: None, True,
@@ -241,7 +241,7 @@ class _Call:
             jax.tree.map(_state, x, is_leaf=_is_node) if wanted else None
             for x, wanted in zip(self._args, self._is_differentiated)
         )
-        # Of the program's outputs: which inputs they are unchanged, and their tree.
+        # For each output of the program, the input that it returns unchanged; the tree.
         self._unchanged: list[int | None] = []
         self._outputs: Any = None
 

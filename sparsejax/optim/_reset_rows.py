@@ -100,7 +100,7 @@ def reset_rows(
     for i, x in ids.items():
         shape, dtype = (x.size, *leaves[i].shape[1:]), leaves[i].dtype
         fresh[i] = _fresh(i, shape, dtype, embedding_init, key)
-    # Tables of the new rows alone. What `init` makes of the others is not used.
+    # Tables of the new rows alone. The others' state from this `init` is not used.
     small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
     specs = tuple(map(trees.to_spec, leaves))
     init = lambda params: _map_accumulators(_without_buffers, tx.init(params))

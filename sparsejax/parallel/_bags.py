@@ -1,7 +1,7 @@
 """Bags of the rows of a sharded table: which device reduces which bag.
 
 Rows are read first, each distinct row once per device (`_read.py`). They form a small
-table, which `sparsejax.embedding_bag` reduces on each device. A bag of padded ids lies
+table, which `sparsejax.embedding_bag` reduces on each device. A bag of padded ids is
 on one device, so that nothing else is sent. A bag of segment ids may span several
 devices. Then the devices' sums `[num_segments, ...]` are all-reduced, and for the
 combiners max, min and logsumexp the rows are gathered on every device.

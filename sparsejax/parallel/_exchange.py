@@ -1,6 +1,6 @@
 """The exchange of rows between devices: who owns which, and how they travel.
 
-A table's N parts lie along some axes of a mesh. Over the other axes the parts are
+A table has N parts along some axes of a mesh. Over the other axes the parts are
 replicated, and a batch is sharded over all axes. So a device exchanges rows with the N
 owners along the table's axes, and gradients are also summed over the replicas.
 
@@ -88,7 +88,7 @@ class Owners:
 
     @property
     def table_spec(self) -> PartitionSpec:
-        """How tables are sharded, and everything else that lies at the owners."""
+        """How tables are sharded, and everything else that the owners hold."""
         return PartitionSpec(self.axes)
 
     @property

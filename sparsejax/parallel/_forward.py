@@ -1,7 +1,7 @@
 """forward: runs a function that reads ShardedTables as it would read arrays.
 
 `sparsejax.value_and_grad` does the same for a loss. The function is traced with an
-array in place of each table, and its program is walked: reads of rows become
+array instead of each table, and its program is walked: reads of rows become
 exchanges of rows.
 """
 

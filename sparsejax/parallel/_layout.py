@@ -7,13 +7,13 @@ and the place of a row in this array is its *position*. With `V` rows, V <= N R:
     Block   position(id) = id,                          R = ceil(V / N)
 
 `TableWise` is for a stack of tables T_0, ..., T_K, one after the other in one array.
-The owners are G groups of m = N / G devices. Each table lies in one group, and its rows
+The owners are G groups of m = N / G devices. Each table is in one group, and its rows
 are divided over the m devices of the group. Row j of table k is at
 
     position(start_k + j) = (m group_k + j mod m) * R + offset_k + j // m
 
 Here offset_k is the number of rows that a device of the group holds of earlier tables,
-and R is the largest number of rows that any device holds. With m = 1 each table lies
+and R is the largest number of rows that any device holds. With m = 1 each table is
 whole on one device.
 
 A layout does not know V and N. Its methods take them as `height` and `shards`.

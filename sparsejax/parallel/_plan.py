@@ -51,7 +51,7 @@ class TablePlan:
       capacity: of the ShardedTable, if row-sharded.
       costs: by layout, without layouts that the shape does not allow.
       choice: the recommended layout, or the layout in `layouts=`.
-      is_measured: whether duplicates and capacity were measured on a sample of ids.
+      is_measured: True if duplicates and capacity were measured on a sample of ids.
       groups: for the layouts of a stack of tables, which devices have which table.
       wire_dtype: of the ShardedTable, None for the dtype of the table.
     """

@@ -393,7 +393,7 @@ def _read_rule(
     )
     kind = ReadKind(owners, slots, positions.size // owners.devices)
     shape = positions.shape
-    # A batch and the ids become one axis, whose parts lie on other devices.
+    # A batch and the ids become one axis, whose parts are on other devices.
     kind = kind.moved() if batched else kind
     spec, transpose = (), lambda cotangent: cotangent
     if batched:

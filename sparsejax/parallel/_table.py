@@ -393,7 +393,7 @@ def shard_rows(
       axis: name of a mesh axis, or a tuple of names.
       layout: `"mod"` distributes neighbouring ids over the devices, so frequent ids
         that are neighbours do not all go to one device; `"block"` keeps neighbours
-        together; a `TableWise` is for a stack of tables that lie on different devices.
+        together; a `TableWise` is for a stack of tables on different devices.
         The `layout` of another ShardedTable is also accepted.
       height: int, V, for a table given as a function.
       capacity: int, the number of rows that a device requests from one owner per round.

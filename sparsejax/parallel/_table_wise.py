@@ -46,7 +46,7 @@ class _Route:
 
     Args:
       owners: which device owns which rows.
-      across: the axes over which the groups lie.
+      across: the axes from group to group.
       within: the axes inside of a group.
       features: int `[G, f]`, the features of each group; F for none.
       place: int `[F]`, the place of each feature among these.
@@ -64,7 +64,7 @@ class _Route:
     ) -> _Route | None:
         """Makes the exchange for features by the rows of their tables in the stack.
 
-        None if a table lies in several of the layout's.
+        None if a table spans several of the layout's tables.
         """
         layout = table.layout
         assert isinstance(layout, TableWise)

@@ -36,7 +36,7 @@ def top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the k rows of a row-sharded table with the highest scores for each query.
 
-    The result is that of `sparsejax.top_k` for the whole table. Every device scores all
+    The result equals `sparsejax.top_k` of the whole table. Every device scores all
     queries against its own rows; then N devices send `k` scores and ids for each query.
 
     Args:

@@ -26,7 +26,7 @@ class CacheStats(NamedTuple):
       hits: the number of distinct rows of batches that were on the device, summed over
         the steps.
       misses: the number of distinct rows that were fetched from the host.
-      evictions: the number of rows that left their slot for another row.
+      evictions: the number of rows that were evicted for another row.
       written_rows: the number of rows that were written to the host, when they left or
         by `flush`.
       bytes_up, bytes_back: bytes of weights and state that were copied to the device,

@@ -17,7 +17,7 @@ from sparsejax import _arguments
 from sparsejax._hashing import mix
 
 
-_FREE, _REMOVED = 0, -1  # in place of a row number plus 1
+_FREE, _REMOVED = 0, -1  # instead of a row number plus 1
 _MIN_SLOTS = 1 << 10
 
 
@@ -52,7 +52,7 @@ class KeyMap:
         while rows.size:
             found = self._slots[place]
             free = found <= _FREE
-            # Of several keys at one slot, the last one written gets it.
+            # If several keys hash to one slot, the last write wins.
             self._slots[place[free]] = rows[free]
             settled = self._slots[place] == rows
             self._removed -= int(np.count_nonzero(settled & (found == _REMOVED)))

@@ -55,7 +55,7 @@ Report = Callable[[int, int], None]
 
 
 class Changes(NamedTuple):
-    """What changed in a table, from `KVStore.apply_changes`.
+    """The changes of a table, from `KVStore.apply_changes`.
 
     Args:
       rows: integers `[n]`, the ids of the rows that changed, ascending.
@@ -272,7 +272,7 @@ class Part(NamedTuple):
 
     Args:
       rows, kinds: of the rows that changed.
-      rest, keys, sightings: the arrays that are no columns.
+      rest, keys, sightings: the arrays that are not columns.
     """
 
     rows: np.ndarray
@@ -444,7 +444,7 @@ class Record:
                 raise self._damaged(name, "a key has several rows")
 
     def settle(self, name: str) -> None:
-        """Sets what is no column of a table."""
+        """Sets the parts of a table that are not columns."""
         table, part = self.tables[name], self.parts[name]
         table.touched[part.rows] = part.kinds == _WHOLE
         for leaf, new in zip(table.rest, part.rest):

@@ -7,7 +7,7 @@ parameters, and one for each leaf of the table's optimizer state that has rows.
 A batch takes two turns. It is *staged* in the store's queue, possibly while the step
 before runs: its rows get slots, and the rows without a slot are read from the host.
 When it is *taken* for its step, the rows that leave are gathered on the device, and the
-rows that come up are scattered in place. The rows that left are written to the host
+rows that come up are scattered in place. The evicted rows are written to the host
 later, while the step runs.
 
 So a row may leave with batch k and come up again with batch k + 1 before it was
@@ -104,7 +104,7 @@ class Staging:
         # Held while slots are planned and batches change hands, not while rows move.
         self._lock = threading.RLock()
         self._announced: collections.deque[Announced] = collections.deque()
-        # Of each batch whose rows that left are not written: these rows, their places
+        # Per batch, evicted rows that are not written yet: these rows, their places
         # among the rows that were gathered, and the gathered rows on the device.
         self._to_write: collections.deque[Any] = collections.deque()
 
@@ -114,7 +114,7 @@ class Staging:
         """Puts the rows of a batch into slots.
 
         The arrays of the cache are donated. In its first batch, the counts of the
-        table's optimizer (leaves of state without rows) become those of the store.
+        table's optimizer (leaves of state without rows) become the counts of the store.
 
         Args:
           rows: ascending, padded with the height of the table.
@@ -238,7 +238,7 @@ class Staging:
     # -- all rows; in the queue -------------------------------------------------------
 
     def write_back(self, keep: int = 0) -> None:
-        """Writes the rows that left, except the rows of the last `keep` batches."""
+        """Writes the evicted rows, except the rows of the last `keep` batches."""
         while len(self._to_write) > keep:
             rows, places, leaving = self._to_write[0]
             order = np.argsort(rows)

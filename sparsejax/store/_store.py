@@ -615,7 +615,7 @@ class KVStore:
         Returns:
           A function of the same arguments that returns `(value, gradient)`, or
           `((value, aux), gradient)`. The gradient has the structure of the argument,
-          with a SelectedRows in place of each table. If a table is in several places,
+          with a SelectedRows instead of each table. If a table is in several places,
           each has the gradient of its own reads; push them as a list.
 
         Raises:

@@ -40,7 +40,7 @@ Found = tuple[Any, Any]
 
 
 class _TreeTable:
-    """A table in a tree of parameters, in place of an array."""
+    """A table in a tree of parameters, instead of an array."""
 
     engine: Engine
     name: str

@@ -344,7 +344,7 @@ def _dense_tables(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
 def _jitted(fun: Any) -> tuple[Any, tuple[Any, ...]]:
     """Returns the jitted function of a method or partial, or None; its first arguments.
 
-    The method `lower` of a bound method is that of the function, without `self`.
+    The method `lower` of a bound method is the function's `lower`, without `self`.
     """
     before: tuple[Any, ...] = ()
     while True:

@@ -309,7 +309,7 @@ class RuleContext:
             gradient.
           drop: False if all ids are in range and valid, or if the rule itself replaces
             the rows of the others.
-          fill: what an id outside `[0, V)` reads in place of the nearest row; None
+          fill: what an id outside `[0, V)` reads instead of the nearest row; None
             unless `ref.has_all_rows` and has no steps.
 
         Returns:
@@ -374,7 +374,7 @@ class RuleContext:
           ids: integers of any shape. An id outside `[0, V)` gets no gradient.
           combined: a linear function of the table's rows at `ids`.
           transpose: `transpose(cotangent, *operands)`, the transpose of that function:
-            the cotangent of the rows, `[*ids.shape, *row]`, from that of `combined`.
+            the cotangent of the rows, `[*ids.shape, *row]`, from the one of `combined`.
           *operands: arrays that `transpose` needs.
           kind: static, for gradients that are more than a SelectedRows. If all reads of
             a table have a kind,

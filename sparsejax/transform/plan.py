@@ -168,10 +168,10 @@ def _may_be_stack(leaf: Leaf) -> bool:
     height = shape[0] * shape[1]
     if not height or not _arguments.has_index_dtype(height):
         return False
-    if leaf.dense:  # the rule of a product only knows why it is no read
+    if leaf.dense:  # the rule of a product only explains why it is not a read
         names = {use.primitive for use in leaf.dense}
         return "dot_general" not in names and all(map(has_rule, names))
-    # Parts of few long rows may be read; of many short ones it would hardly matter.
+    # Worth trying only if the leaf has few, long rows.
     return shape[0] < shape[1] and any(not site.kind for site in leaf.sites)
 
 

@@ -95,7 +95,7 @@ class TableRef:
       row_axes: the axes of the view that run over the table's rows: one, or two for a
         stack. A stack is a table `[K * V, ...]` reshaped to `[K, V, ...]`, or a
         parameter of that shape that is read by two numbers, whose `array` is reshaped.
-      stopped: True if a `stop_gradient` lies between table and view, so that reads of
+      stopped: True if a `stop_gradient` is between table and view, so that reads of
         the view are not differentiated.
       steps: functions that map rows of the table `[n, *array.shape[1:]]` to rows of the
         view `[n, *content]`. `content` is `shape` without the axes of rows.
@@ -103,7 +103,7 @@ class TableRef:
         if it has all of them. A table of a stack is such a view.
       reader: a `RowReader`, if row r of the view is not row r of `array`; else None.
       mesh: the mesh of the table, if the program reads it on one whose axes have other
-        types, such as Auto in place of Explicit; else None.
+        types, such as Auto instead of Explicit; else None.
 
     Example:
       >>> import jax.numpy as jnp
@@ -220,7 +220,7 @@ class TableRef:
         return self.first, [step.operands for step in self.steps]
 
     def with_operands(self, operands: tuple[Any, Sequence[Sequence[Any]]]) -> Any:
-        """Returns the view with other arrays in place of its `operands`."""
+        """Returns the view with other arrays instead of its `operands`."""
         first, of_steps = operands
         pairs = zip(self.steps, of_steps, strict=True)
         steps = tuple(RowFunction(step.fn, tuple(new)) for step, new in pairs)

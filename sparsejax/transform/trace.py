@@ -27,7 +27,7 @@ observer: Any = jax.make_user_context(None)
 
 @dataclasses.dataclass(eq=False)  # JAX hashes it
 class Observed:
-    """What `explain` learns while it traces.
+    """The facts that `explain` learns while it traces.
 
     Args:
       leaves: the leaves of each call of `value_and_grad`.
@@ -77,7 +77,7 @@ def trace_flat(
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [k for k, x in enumerate(leaves) if is_input(x)]
     out_tree: Any = None
-    out_leaves: list[Any] = []  # None in place of each array
+    out_leaves: list[Any] = []  # None instead of each array
 
     def flat(*arrays):
         nonlocal out_tree
@@ -206,7 +206,7 @@ def trace_call(
     others = [None if i in numbers else arg for i, arg in enumerate(args)]
     # Arrays that are not differentiated are constants of the program, not inputs: a
     # derivative rule of the user's may close over them, and JAX calls the rule after
-    # this trace has ended. `explain` accepts shapes in place of arrays.
+    # this trace has ended. `explain` accepts shapes instead of arrays.
     rest, rest_tree = jax.tree.flatten((others, kwargs))
     as_jax = lambda x: jnp.asarray(_arguments.saturate(x))
     rest = [as_jax(x) if isinstance(x, np.ndarray) else x for x in rest]

@@ -21,8 +21,8 @@ class BagSpec:
     """The static arguments of `bag_sum` and of its transpose.
 
     Args:
-      segmented: whether ids are `[n]`, followed by segment ids, not `[B, L]`.
-      weighted: whether weights are the last argument.
+      segmented: True if ids are `[n]`, followed by segment ids, not `[B, L]`.
+      weighted: True if weights are the last argument.
       num_bags: the number of bags.
       indices_are_sorted: a promise that segment ids never decrease.
       bits: of a code if the table is the codes of a QuantizedTable. Such a table always
@@ -90,7 +90,7 @@ def bags_with(
     num_bags: int,
     indices_are_sorted: bool,
 ) -> list[jax.Array]:
-    """Returns `[bool[num_bags]]`: whether each bag has a true element."""
+    """Returns `[bool[num_bags]]`: True for each bag with a true element."""
     count = jnp.zeros((num_bags,), jnp.int32)
     count = count.at[segment_ids].add(
         is_true.astype(jnp.int32),

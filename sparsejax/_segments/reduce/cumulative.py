@@ -85,8 +85,8 @@ class Order:
           op: associative, elementwise.
           identity: the identity element of `op`.
           x: `[n, ...]`, in this order.
-          reverse: whether to take all later elements in place of the earlier ones.
-          exclusive: whether to leave out the element itself.
+          reverse: True takes all later elements instead of the earlier ones.
+          exclusive: True leaves out the element itself.
         """
         ids = self.segments.ids
         if ids.shape[0] == 0:

@@ -225,7 +225,7 @@ def _extreme_jvp(method, primals, tangents):
 
 
 def is_extreme(x: jax.Array, out: jax.Array, segments: Segments) -> jax.Array:
-    """Returns bool `[n, ...]`: whether each element is the extreme of its segment.
+    """Returns bool `[n, ...]`: True where an element is the extreme of its segment.
 
     NaN counts as extreme. `out` is NaN in such a segment, and comparisons with NaN are
     false.

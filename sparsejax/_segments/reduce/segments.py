@@ -51,7 +51,7 @@ class Segments:
 
     @property
     def inside(self) -> jax.Array:
-        """Bool `[n]`: whether each element belongs to a segment."""
+        """Bool `[n]`: True for an element that belongs to a segment."""
         return indexing.in_range(self.ids, self.count)
 
     def mask(self, x: jax.Array) -> jax.Array:
@@ -188,8 +188,8 @@ def segment_reduction(
       kind: of the accepted data: "any", "bool", "number" or "real". Numbers are cast to
         the accumulator's dtype for `f`, real numbers to floats, and the result is cast
         back.
-      per_element: whether `f` returns a result for each element, not for each segment.
-      maps: whether `f` is called for each array of a tree of values, or once.
+      per_element: True if `f` returns a result for each element, not each segment.
+      maps: True if `f` is called for each array of a tree of values, not once.
     """
 
     def decorate(f: Callable[..., Any]) -> SegmentReduction[Any]:

@@ -22,7 +22,7 @@ weights, let
     F_t(v)  = sum_{j >= 1} c_{t+j}(b_v^(j-1) v) b_m^(j-1) / D(t, t+j)   (displacement)
 
 F_t(v) m is the whole distance that m moves the weight after step t if no gradient ever
-comes again. What the steps s+1, ..., t contribute is that distance as seen from s,
+comes again. The steps s+1, ..., t contribute that distance as seen from s,
 without the part that is still to come at t:
 
     w_t = D(s, t) (w_s - F_s(v_s) m_s) + F_t(v_t) m_t                   (advance)

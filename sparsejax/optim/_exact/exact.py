@@ -186,7 +186,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         params, state = _with_tables(treedef, weights, state, tables)
         weights = treedef.flatten_up_to(params)
 
-        # Of the other tables, the rows of the gradient.
+        # The other tables have only the rows of the gradient.
         owners = [owner if owner in sparse else None for owner in plan.owners]
         rows = gather_scatter.gather(
             tx.init, treedef, grads, weights, state.inner, owners, sparse

@@ -35,7 +35,7 @@ from sparsejax.optim._lazy.row_program import Node, NotByRows, row_params
 # Step counts, and other numbers, at which functions are compared.
 COUNTS = np.array([*range(64), *(2 ** np.arange(6, 21))], np.int32)
 NUMBERS = np.array([0, 1, -1, 0.3, 1e-3, 1e3])
-# Of a coordinate: elementwise, and equal to their tangents only if they are linear.
+# Elementwise; such a function equals its tangent only if it is linear.
 SMOOTH = frozenset(
     "add add_any convert_element_type copy copy_p div exp integer_pow log logistic mul "
     "name neg pow rsqrt select_n sqrt square sub tanh".split()
@@ -153,7 +153,7 @@ class Program:
     def _numbers(self, *values: Any) -> list[Any]:
         """Runs `program` on one coordinate: updates of tables, state (0 if shared).
 
-        The arguments are those of `tx.update`, each a number, except shared state. A
+        The arguments are as for `tx.update`, each a number, except shared state. A
         gradient, and a weight of a dense leaf, stand for anything unknown.
         """
         inputs, unknown, of = [], {}, self.of

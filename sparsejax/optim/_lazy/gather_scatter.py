@@ -1,7 +1,7 @@
 """Gathers rows of tables and optimizer state for a step, and scatters them back.
 
 The functions on one table use `functools.singledispatch`, so that a subclass of
-SelectedRows, like that of a sharded table, can register its own implementation.
+SelectedRows, such as ShardedRows, can register its own implementation.
 """
 
 import functools

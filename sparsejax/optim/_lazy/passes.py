@@ -14,7 +14,7 @@ pass at all: its duplicates may stay, and are added when the update is.
 pass, and adding the update to the same parameters gives the table that was written.
 
 The passes are on one device by default. `passes_over` uses `functools.singledispatch`,
-so that a subclass of SelectedRows, like that of a sharded table, can register its own.
+so that a subclass of SelectedRows, such as ShardedRows, can register its own.
 """
 
 import functools
@@ -95,7 +95,7 @@ class _OneDevice:
     def gradient(self) -> tuple[jax.Array, jax.Array, int]:
         rows, height = self._grad.safe_rows(), self._grad.height
         if jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
-            # Of these 0 is the least, which the lowering for CPUs takes for no row.
+            # The lowering for CPUs needs a number below 0 for an empty slot.
             rows = rows.astype(_arguments.index_dtype(height))
         return rows, self._grad.values, height
 

@@ -70,7 +70,7 @@ class Node:
 
     Args:
       table: which table; None if the entries are the same in all rows.
-      aval: its type, with a first axis of length 1 in place of the rows.
+      aval: its type, with a first axis of length 1 instead of the rows.
       step: the equation that computes it; None for an input.
       index: which output of that equation.
     """

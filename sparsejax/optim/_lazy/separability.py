@@ -51,7 +51,7 @@ from sparsejax.optim._lazy.two_programs import (
 )
 
 
-# Of the table that a transformation is judged on without parameters. Enough rows and
+# The table that a transformation is judged on without parameters: enough rows and
 # columns for the state of optimizers that factor matrices of 128 rows and columns.
 ROWS, COLUMNS = 160, 130
 MAX_ALONE = 8  # tables judged one by one at init: each traces the update twice
@@ -230,7 +230,7 @@ def moved(tx: Any, treedef: Any, specs: Sequence[Any]) -> dict[int, list[str]]:
     """Returns what a row without gradient changes: "weights", or paths in the state.
 
     Returns:
-      Of each table that can be lifted.
+      A dict by the number of each table that can be lifted.
     """
     tables = of_candidates(tx, treedef, specs).tables
     if not tables:
@@ -703,7 +703,7 @@ class Update:
         Args:
           function: of rows of one table.
           gradient: "zero" or "any".
-          row: weights and state: "any", or "fresh" for those of an empty slot.
+          row: weights and state: "any", or "fresh" as in an empty slot.
         """
         rng = np.random.default_rng(0)
         fresh = self._fresh if row == "fresh" else {}

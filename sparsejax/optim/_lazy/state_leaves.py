@@ -35,7 +35,7 @@ class StateLeaves(NamedTuple):
       blocked: for each table, why the state cannot be split into its rows, and the
         leaf that shows it, None if its structure does.
       state: the state as ShapeDtypeStructs.
-      by_leaf: for each leaf, True if its shape depends on that of a parameter.
+      by_leaf: for each leaf, True if its shape depends on a parameter's shape.
       program: `tx.init` as an open jaxpr of the parameters that are arrays.
     """
 

@@ -1,4 +1,4 @@
-"""The arguments of one update as leaves, with one table in place of a stack of tables.
+"""The arguments of one update as leaves, with one table instead of a stack of tables.
 
 A gradient with the rows of a stack `[K, V, ...]` has ids that count the rows of all its
 tables. So the step is a step of one table `[K * V, ...]`: weights and the state that

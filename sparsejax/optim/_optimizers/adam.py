@@ -111,7 +111,7 @@ def row_count_adam(
       nu' = b2 * nu + (1 - b2) * g^2
       w' = w - learning_rate * mu' / (1 - b1^k) / (sqrt(nu' / (1 - b2^k)) + eps)
 
-    `optax.adam` has the number of all steps in place of k. There, a row that is first
+    `optax.adam` has the number of all steps instead of k. There, a row that is first
     read late takes a step of about `(1 - b1) / sqrt(1 - b2)` = 3 learning rates; here
     it takes a step of one. Rows touched at every step are updated as by `optax.adam`.
 

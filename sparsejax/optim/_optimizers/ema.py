@@ -68,7 +68,7 @@ def ema(
       decay: number in [0, 1), the weight of the past; 0.999 averages over about 1,000
         steps.
       debias: True corrects for the start at zero.
-      accumulator_dtype: of the averages; by default that of the parameters, at least
+      accumulator_dtype: of the averages; by default the parameters' dtype, at least
         float32.
 
     Returns:
