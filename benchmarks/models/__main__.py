@@ -240,7 +240,7 @@ def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, An
 
 
 def check(records: Sequence[dict[str, Any]]) -> list[str]:
-    """The claims that do not hold; prints the table of README and of fast_on_cpu.md."""
+    """The claims that do not hold; prints the table of README and of performance.md."""
     wrong = []
     print("\n| model | as installed | freed pages kept | PyTorch | without tables |")
     for name, read in dict.fromkeys((r["model"], r["read"]) for r in records):
