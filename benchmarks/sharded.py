@@ -50,7 +50,7 @@ LAYOUTS = {
     "dense": "replicated-dense",
 }
 BAG = 20
-MOST_DEVICES = 8
+MAX_DEVICES = 8
 # Of a device and a step; what is claimed at 4 devices, 100,000 rows, 32 columns and
 # 5,120 Zipf ids a device.
 CLAIMED_BYTES = 600_000
@@ -62,7 +62,7 @@ def force_devices() -> None:
     name = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {name}={MOST_DEVICES}".strip()
+        os.environ["XLA_FLAGS"] = f"{flags} {name}={MAX_DEVICES}".strip()
     # XLA's threads; a device may wait for the others in several of them at once.
     os.environ.setdefault("NPROC", "32")
 

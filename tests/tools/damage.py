@@ -49,7 +49,7 @@ import sparsejax as sj
 
 
 ALLOWED = (ValueError, OSError)
-MOST_SECONDS = 20  # for one file
+MAX_SECONDS = 20  # for one file
 
 Files = dict[str, bytes]  # by path in a folder
 Change = Callable[[random.Random, Files], Files]
@@ -610,7 +610,7 @@ class Bench:
         """The reader, and "read", "refused" or another outcome."""
         name, files, value = self.damaged(seed, case)
         previous = signal.signal(signal.SIGALRM, _raise_hangs)
-        signal.alarm(MOST_SECONDS)
+        signal.alarm(MAX_SECONDS)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -643,7 +643,7 @@ def _check_same(found: Any, value: Any) -> None:
 
 
 def _raise_hangs(*_: Any) -> None:
-    raise Hangs(f"more than {MOST_SECONDS} seconds")
+    raise Hangs(f"more than {MAX_SECONDS} seconds")
 
 
 def main() -> int:

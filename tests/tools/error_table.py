@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "sparsejax"
 PAGE = ROOT / "tests" / "error_messages.md"
+_OUR_LINE = re.compile(rf"{re.escape(str(ROOT))}/(sparsejax/\S+\.py):\d+")
 
 HEAD = """\
 # Error messages
@@ -75,7 +76,7 @@ def answer(section: Section, call: str) -> Answer:
             # A later line that raises is one of the user's: so is its file's name.
             exec(compile(call, "model.py", "exec"), names)
         except Exception as e:
-            text = str(e).replace(folder, "").strip()
+            text = _OUR_LINE.sub(r"\1", str(e).replace(folder, "")).strip()
             return Answer(call, type(e).__name__, text)
         finally:
             for held in names.values():

@@ -31,7 +31,7 @@ import jax
 
 # How many cases a seed stands for.
 KINDS = {"programs": 50, "models": 50, "products": 50, "chains": 10, "trees": 50}
-MOST_BYTES = 3 << 30  # of compiled programs
+MAX_BYTES = 3 << 30  # of compiled programs
 
 
 def search(kind, seed, examples, seconds=30.0):
@@ -115,7 +115,7 @@ def main():
             print(f"seed {seed}, {how}: {case}\n  {type(error).__name__}: {message}")
         seed += 1
         print(f"{in_words(total)[0]} in {time.monotonic() - start:.0f} s", flush=True)
-        if resident_bytes() > MOST_BYTES:
+        if resident_bytes() > MAX_BYTES:
             jax.clear_caches()
     in_all, by_mode = in_words(total)
     print(f"{options.kind}, seeds {options.seed} to {seed - 1}: {in_all}", end="")
