@@ -24,11 +24,11 @@ def check_transformation(tx: Any, example: str, hint: str = "") -> None:
     """Raises a TypeError unless `tx` is an optax transformation."""
     if is_transformation(tx):
         return
-    found = _arguments.kind_of(tx)
+    kind = _arguments.kind_of(tx)
     if callable(tx):
-        found = f"the function {getattr(tx, '__name__', type(tx).__name__)}"
+        kind = f"the function {getattr(tx, '__name__', type(tx).__name__)}"
     raise TypeError(
-        f"tx must be an optax transformation, for example {example}, got {found}.{hint}"
+        f"tx must be an optax transformation, for example {example}, got {kind}.{hint}"
     )
 
 
@@ -56,8 +56,8 @@ def check_state(state: Any, expected: Any) -> None:
             "keeps its types if you restore into tx.init(params)."
         )
     if isinstance(parts, tuple):
-        for own, part in zip(state, parts):
-            check_state(own, part)
+        for part_state, part in zip(state, parts):
+            check_state(part_state, part)
     elif isinstance(parts, Mapping):
         for key in set(parts) & set(state):
             check_state(state[key], parts[key])

@@ -112,7 +112,7 @@ def reset_rows(
             "optax.partition."
         )
     heights = {i: leaves[i].shape[:1] for i in ids}
-    held = []
+    zeroed_sums = []
 
     def take(node):
         buffers = held_gradients(node, leaves, treedef)
@@ -120,7 +120,7 @@ def reset_rows(
             if not trees.is_none_or_masked(buffers[i]):
                 buffers[i] = _zeroed(buffers[i], x)
         zeroed = with_held_gradients(node, buffers, treedef)
-        held.append((zeroed.acc_grads, zeroed.acc_rows))
+        zeroed_sums.append((zeroed.acc_grads, zeroed.acc_rows))
         return _without_buffers(node)
 
     state = _map_accumulators(take, state)
@@ -137,7 +137,7 @@ def reset_rows(
     for k, (owner, value) in enumerate(zip(follows.owners, jax.tree.leaves(new))):
         if owner is not None:
             nodes[k] = _write(nodes[k], ids[owner], value)
-    kept = iter(held)
+    kept = iter(zeroed_sums)
 
     def put_back(node):
         grads, rows = next(kept)
@@ -232,7 +232,7 @@ def _zeroed(held: Any, ids: jax.Array) -> Any:
         return _write(held, ids, jnp.zeros((ids.size, *held.shape[1:])))
     places = lax.iota(jnp.int32, held.capacity)
     ordered, places = lax.sort((held.rows, places), num_keys=1)
-    slot, known = merge.find_slots(ordered, ids, held.height)
-    slot = jnp.where(known, places[slot], np.int32(held.capacity))
+    slot, has_slot = merge.find_slots(ordered, ids, held.height)
+    slot = jnp.where(has_slot, places[slot], np.int32(held.capacity))
     zeros = jnp.zeros((ids.size, *held.values.shape[1:]), held.dtype)
     return with_slots(held, held.rows, indexing.set_rows(held.values, slot, zeros))

@@ -107,7 +107,7 @@ def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
       ids: a tree like them, with None or nothing where a leaf has no ids.
     """
     paths = leaf_paths(params, "")
-    found = {}
+    by_leaf = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(ids):
         path = jax.tree_util.keystr(path)
         if path not in paths:
@@ -115,8 +115,8 @@ def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
                 f"{name} has a leaf at {path or 'the root'}, but the "
                 f"parameters do not; their leaves are {', '.join(paths)}."
             )
-        found[paths.index(path)] = leaf
-    return found
+        by_leaf[paths.index(path)] = leaf
+    return by_leaf
 
 
 def to_spec(x: Any) -> Any:

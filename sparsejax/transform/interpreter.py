@@ -251,7 +251,10 @@ class Run:
         return dataclasses.replace(
             self,
             heights={table: self.heights[table] for table in tables},
-            bodies={path: [*map(mine, found)] for path, found in self.bodies.items()},
+            bodies={
+                path: [*map(mine, body_sites)]
+                for path, body_sites in self.bodies.items()
+            },
             dense=[use for use in self.dense if use.table in tables],
             sites=mine(self.sites),
         )
@@ -635,10 +638,10 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
             f"primitive, got {len(outputs)}."
         )
     for x, v in zip(outputs, eqn.outvars):
-        found = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)
-        if hasattr(v.aval, "shape") and found != tuple(v.aval.shape):
+        shape = tuple(x.shape) if isinstance(x, TableRef) else np.shape(x)
+        if hasattr(v.aval, "shape") and shape != tuple(v.aval.shape):
             raise TypeError(
                 f"the rule for {name} must return shape {tuple(v.aval.shape)}, like "
-                f"the primitive, got {found}."
+                f"the primitive, got {shape}."
             )
     return list(outputs)

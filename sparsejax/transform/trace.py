@@ -207,10 +207,12 @@ def trace_call(
     # Arrays that are not differentiated are constants of the program, not inputs: a
     # derivative rule of the user's may close over them, and JAX calls the rule after
     # this trace has ended. `explain` accepts shapes instead of arrays.
-    rest, rest_tree = jax.tree.flatten((others, kwargs))
+    other_leaves, rest_tree = jax.tree.flatten((others, kwargs))
     as_jax = lambda x: jnp.asarray(_arguments.saturate(x))
-    rest = [as_jax(x) if isinstance(x, np.ndarray) else x for x in rest]
-    shapes = {k: x for k, x in enumerate(rest) if isinstance(x, jax.ShapeDtypeStruct)}
+    other_leaves = [as_jax(x) if isinstance(x, np.ndarray) else x for x in other_leaves]
+    shapes = {
+        k: x for k, x in enumerate(other_leaves) if isinstance(x, jax.ShapeDtypeStruct)
+    }
 
     def loss_and_aux(inputs, shapes):
         values = [
@@ -219,7 +221,7 @@ def trace_call(
             else inputs[leaf.position]
             for leaf in leaves
         ]
-        full = [shapes.get(k, x) for k, x in enumerate(rest)]
+        full = [shapes.get(k, x) for k, x in enumerate(other_leaves)]
         others, kw = rest_tree.unflatten(full)
         new = tree.unflatten(values)
         for i, arg in zip(numbers, new if several else (new,)):
@@ -306,7 +308,7 @@ def _check_differentiable(name: str, value: Any) -> None:
     except (TypeError, ValueError):
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
-        found = type(value).__name__ if dtype is None else dtype.name
+        kind = type(value).__name__ if dtype is None else dtype.name
         way_out = _arguments.convert_tensor(value, name) or (
             "Pass it in an argument that is not in argnums (there is no allow_int=): "
             "sparsejax.grad(lambda params, rest: fun({**rest, 'params': params})), or "
@@ -320,7 +322,7 @@ def _check_differentiable(name: str, value: Any) -> None:
             )
         raise TypeError(
             f"cannot differentiate with respect to {name}: it must be real or complex "
-            f"floating point, got {found}. {way_out}"
+            f"floating point, got {kind}. {way_out}"
         )
 
 

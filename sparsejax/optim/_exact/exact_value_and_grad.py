@@ -136,13 +136,13 @@ def _ids_read(plan: Plan) -> list[Any]:
     program = ids_program(plan.walk, plan.zero_deltas(), call.flat.inputs)
     _check_independent_of_tables(plan, program)
     inputs = [x for x, needed in zip(call.flat.inputs, program.needs_input) if needed]
-    found: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
+    ids_by_table: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
     for site, x in zip(plan.run.sites, program.run((), inputs)):
-        found[site.table].append(x.reshape(-1))
+        ids_by_table[site.table].append(x.reshape(-1))
     nothing = jnp.zeros((0,), jnp.int32)
     return [
-        jnp.concatenate(found[leaf.position] or [nothing])
-        if leaf.position in found
+        jnp.concatenate(ids_by_table[leaf.position] or [nothing])
+        if leaf.position in ids_by_table
         else ...
         for leaf in call.leaves
     ]

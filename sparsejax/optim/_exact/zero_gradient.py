@@ -182,12 +182,12 @@ class Program:
         moments = [k for k, owner in enumerate(self.of.leaves.owners) if owner == table]
         outputs = [self.of.tables.index(table)]
         outputs += [len(self.of.tables) + k for k in moments]
-        own = [self.arguments.index(self.of.weights[table])]
-        own += [self.start + k for k in moments]
+        table_inputs = [self.arguments.index(self.of.weights[table])]
+        table_inputs += [self.start + k for k in moments]
         jaxpr, consts, inputs = _only(self.numbers, outputs)
         shared = [k for k in self.shared if self.start + k in inputs]
-        known = [*(self.start + k for k in shared), *own]
-        others = [v for v, j in zip(jaxpr.invars, inputs) if j not in known]
+        row_inputs = [*(self.start + k for k in shared), *table_inputs]
+        others = [v for v, j in zip(jaxpr.invars, inputs) if j not in row_inputs]
         if others:
             raise NotByRows(
                 "a step without gradient depends on gradients, on other rows or "
@@ -198,10 +198,10 @@ class Program:
                     if any(v is w for v in x.invars for w in others)
                 ][:1],
             )
-        types = [self.types[j] for j in known]
+        types = [self.types[j] for j in row_inputs]
 
         def results(*values):
-            values = dict(zip(known, values))
+            values = dict(zip(row_inputs, values))
             return _compat.eval_jaxpr(jaxpr, consts, *(values[j] for j in inputs))
 
         paths = tuple(self.of.paths[k] for k in moments)

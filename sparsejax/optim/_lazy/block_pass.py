@@ -78,11 +78,13 @@ class Program:
 
     def depends(self, result: int, argument: int) -> bool:
         """Returns True if a result is computed from an argument, by their numbers."""
-        found = {v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)}
+        reached = {
+            v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)
+        }
         for eqn in reversed(self.jaxpr.eqns):
-            if found.intersection(eqn.outvars):
-                found.update(filter(_is_variable, eqn.invars))
-        return self.jaxpr.invars[argument] in found
+            if reached.intersection(eqn.outvars):
+                reached.update(filter(_is_variable, eqn.invars))
+        return self.jaxpr.invars[argument] in reached
 
     @property
     def outputs(self) -> list[Any]:

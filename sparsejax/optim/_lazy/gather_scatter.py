@@ -97,8 +97,8 @@ def run(
     )
     updates, state = tx.update(*rows, **extra_args)
     updates = step.treedef.flatten_up_to(updates)
-    for i, found in merged.items():
-        updates[i] = as_update(found, updates[i], step.grads[i])
+    for i, merged_rows in merged.items():
+        updates[i] = as_update(merged_rows, updates[i], step.grads[i])
     return updates, scatter_state(step.state, state, step.owners, merged)
 
 

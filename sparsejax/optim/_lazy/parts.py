@@ -66,20 +66,20 @@ def of_equation(path: Sequence[Any]) -> tuple[tuple[Part, ...], str]:
     frames: list[tuple[str, str, int]] = []
     is_whole = False
     for k, eqn in enumerate(path):
-        found = [f for f in _compat.frames(eqn) if not f[0].startswith(_JAX)]
-        ends = [n for n, frame in enumerate(found) if frame[0] in _TRACERS]
-        inner = found[: ends[0]] if ends else found
+        stack = [f for f in _compat.frames(eqn) if not f[0].startswith(_JAX)]
+        ends = [n for n, frame in enumerate(stack) if frame[0] in _TRACERS]
+        inner = stack[: ends[0]] if ends else stack
         if k == 0:
             # Up to jax 0.7 the stack of each equation is whole, with its callers.
-            frames, is_whole = inner, bool(ends) and ends[0] + 1 < len(found)
+            frames, is_whole = inner, bool(ends) and ends[0] + 1 < len(stack)
         elif not is_whole:
             frames = inner + frames
         # JAX keeps programs that it traced before, with the frames of that call.
         elif inner[len(inner) - len(frames) :] == frames:
             frames = inner
     parts = _among(frames)
-    own = [frame for frame in frames if parts and frame[0] == parts[-1].file]
-    for file, _, line in own or frames:
+    part_frames = [frame for frame in frames if parts and frame[0] == parts[-1].file]
+    for file, _, line in part_frames or frames:
         shown = file.replace(os.sep, "/").split("/site-packages/")[-1]
         return parts, f"{shown}:{line}"
     return parts, ""

@@ -143,14 +143,14 @@ def run(
         return None
     dense = [x for i, x in enumerate(grads) if i not in step.tables and is_plain(x)]
     passes = {i: passes_over(grads[i], weights[i], dense) for i in step.tables}
-    if any(found is None for found in passes.values()):
+    if any(row_passes is None for row_passes in passes.values()):
         return None
     _merge_together([x for x in passes.values() if isinstance(x, _OneDevice)])
     state, state_treedef = jax.tree.flatten(step.state)
     tables, programs = {}, {}
-    for i, found in passes.items():
+    for i, row_passes in passes.items():
         followers = {k: state[k] for k, owner in enumerate(owners) if owner == i}
-        tables[i] = _Table(grads[i], found, weights[i], followers, i, programs)
+        tables[i] = _Table(grads[i], row_passes, weights[i], followers, i, programs)
     inputs = [node for table in tables.values() for node in table.nodes()]
     out_treedef = None
 

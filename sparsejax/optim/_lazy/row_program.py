@@ -130,7 +130,7 @@ class RowFunction:
 
     def __init__(self, outputs: Sequence[Any], inputs: Sequence[Node]):
         self.outputs = list(outputs)
-        steps, found, operands = {}, {}, {}
+        steps, used, operands = {}, {}, {}
         stack = list(self.outputs)
         while stack:
             x = stack.pop()
@@ -138,12 +138,12 @@ class RowFunction:
                 if not _is_literal(x):
                     operands.setdefault(id(x), x)
             elif x.step is None:
-                found[id(x)] = x
+                used[id(x)] = x
             elif id(x.step) not in steps:
                 steps[id(x.step)] = x.step
                 stack.extend(x.step.inputs)
         self.steps = sorted(steps.values(), key=lambda step: step.number)
-        self.inputs = [x for x in inputs if id(x) in found]
+        self.inputs = [x for x in inputs if id(x) in used]
         self.operands = list(operands.values())
         self._names = list(operands)
 
@@ -449,9 +449,9 @@ class _Runner:
         if isinstance(index, Node):
             raise NotByRows("cond on rows")
         bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
-        found = [self.run(jaxpr, consts, ins) for jaxpr, consts in bodies]
+        results = [self.run(jaxpr, consts, ins) for jaxpr, consts in bodies]
         outs = []
-        for cases in zip(*found):
+        for cases in zip(*results):
             if not any(isinstance(x, Node) for x in cases):
                 cases = [self.value(x) for x in cases]
                 with _compat.equation_context(eqn):

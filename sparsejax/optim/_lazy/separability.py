@@ -106,8 +106,8 @@ class Reason(NamedTuple):
     can_be_wrong: bool = True
 
     def __str__(self) -> str:
-        known = KNOWN_AS.get(self.part)
-        return f"{self.part}{f' ({known})' if known else ''}: {self.why}"
+        name = KNOWN_AS.get(self.part)
+        return f"{self.part}{f' ({name})' if name else ''}: {self.why}"
 
 
 class Verdict(NamedTuple):
@@ -212,10 +212,10 @@ def is_lazy_exact(tx: optax.GradientTransformation, params: PyTree = None) -> bo
       TensorFlow Addons, `LazyAdam`, which explains how lazy updates differ from Adam.
     """
     try:
-        found = moved(tx, *_tree(params))
+        changes = moved(tx, *_tree(params))
     except (TypeError, state_leaves.InitError):
         return False
-    return bool(found) and not any(found.values())
+    return bool(changes) and not any(changes.values())
 
 
 def _tree(params: Any) -> tuple[Any, tuple[Any, ...]]:
@@ -248,10 +248,10 @@ def moved(tx: Any, treedef: Any, specs: Sequence[Any]) -> dict[int, list[str]]:
 
 def refusal(tx: Any, treedef: Any, specs: Sequence[Any]) -> Reason | None:
     """Explains why no leaf can be lifted; None if one can or `update` must decide."""
-    found = of_candidates(tx, treedef, specs)
-    if found.tables or not found.refused:
+    verdict = of_candidates(tx, treedef, specs)
+    if verdict.tables or not verdict.refused:
         return None
-    return found.refused[candidates(specs)[0]]
+    return verdict.refused[candidates(specs)[0]]
 
 
 def candidates(specs: Sequence[Any]) -> list[int]:
@@ -284,17 +284,17 @@ def of_leaves(
     """
     tables, refused = tuple(tables), {}
     while True:
-        found = of_tables(tx, treedef, specs, tables)
-        failed = found.refused
+        verdict = of_tables(tx, treedef, specs, tables)
+        failed = verdict.refused
         if len(tables) > 1 and len(failed) == len(tables):
             if not one_by_one:
-                return found._replace(tables=(), refused=refused)
+                return verdict._replace(tables=(), refused=refused)
             alone = [of_tables(tx, treedef, specs, (t,)).refused for t in tables]
             failed = {t: why for x in alone for t, why in x.items()} or failed
         refused |= failed
         tables = tuple(t for t in tables if t not in failed)
         if not failed or not tables:
-            return found._replace(tables=tables, refused=refused)
+            return verdict._replace(tables=tables, refused=refused)
 
 
 @trees.remember
@@ -370,10 +370,10 @@ def refused(name: str, reason: Reason, is_stack: bool = False) -> ValueError:
 
 def reason(tx: Any, fault: NotByRows) -> Reason:
     """Describes a fault, with the part and the line that it is in."""
-    found, line = parts.of_equation(fault.path)
+    enclosing, line = parts.of_equation(fault.path)
     if fault.__cause__ is not None:
-        found = parts.of_error(fault.__cause__)
-    part = found[-1] if found else parts.of_transformation(tx)
+        enclosing = parts.of_error(fault.__cause__)
+    part = enclosing[-1] if enclosing else parts.of_transformation(tx)
     why = fault.why + (f" ({line})" if line else "")
     return Reason(why, part.name, not part.is_optax or not fault.is_proved)
 
@@ -457,8 +457,8 @@ class Update:
         }
 
     def _with_rows(self, spec, table, rows):
-        rest = spec.shape[len(self.many_rows[table]) :]
-        return jax.ShapeDtypeStruct((*rows[table], *rest), spec.dtype)
+        row_shape = spec.shape[len(self.many_rows[table]) :]
+        return jax.ShapeDtypeStruct((*rows[table], *row_shape), spec.dtype)
 
     def arguments(self) -> list[Any]:
         """Returns one row's arguments for a trace: nodes of tables, else types."""
@@ -529,13 +529,13 @@ class Update:
         """Returns tables whose state has no rows, or is of a type in `NOT_LIFTED`."""
         refused = {}
         for t, (why, k) in self.leaves.blocked.items():
-            found = self.leaves.part_of(k) or (parts.of_transformation(self.tx),)
-            refused[t] = Reason(why, found[-1].name, False)
+            state_parts = self.leaves.part_of(k) or (parts.of_transformation(self.tx),)
+            refused[t] = Reason(why, state_parts[-1].name, False)
         return refused | refused_by_type(self.leaves)
 
     def faults(self) -> list[NotByRows]:
         """Returns the reasons against lifting the tables."""
-        found: list[NotByRows] = []
+        known_faults: list[NotByRows] = []
         try:
             many = self.trace(self.many_rows)
         except NotByRows as fault:
@@ -545,13 +545,13 @@ class Update:
             over_rows: set[Any] = set()
             for fault in differences(one, many, over_rows):
                 fault.tables = self._tables_of(one[0], fault.path)
-                found.append(fault)
-            if found:
-                return found
-            split = row_program.split(*one, self.arguments(), found.append)
+                known_faults.append(fault)
+            if known_faults:
+                return known_faults
+            split = row_program.split(*one, self.arguments(), known_faults.append)
         except NotByRows as fault:  # of no table
-            return [*found, _by_number(fault) if fault.__cause__ else fault]
-        return found or [*self._faults_of(split, over_rows)]
+            return [*known_faults, _by_number(fault) if fault.__cause__ else fault]
+        return known_faults or [*self._faults_of(split, over_rows)]
 
     def _tables_of(self, jaxpr, path) -> Any:
         """Returns the tables an equation is computed from, except the known ones."""
@@ -565,10 +565,10 @@ class Update:
         )
         for eqn in jaxpr.eqns:
             by_row = [v for v in eqn.invars if v.aval.shape[:1] == (1,)]
-            found = of(by_row) or of(eqn.invars)
+            sources = of(by_row) or of(eqn.invars)
             if path and eqn is path[0]:
-                return found
-            tables.update(dict.fromkeys(eqn.outvars, found))
+                return sources
+            tables.update(dict.fromkeys(eqn.outvars, sources))
         return frozenset()
 
     def _faults_of(self, split, over_rows) -> Iterator[NotByRows]:
@@ -718,7 +718,7 @@ class Update:
                 is_state = node in self.followers.values()
                 x = _draw(rng, node.aval, signed=not is_state)
             inputs.append(x)
-        known = [not isinstance(x, Tracer) for x in function.operands]
+        is_constant = [not isinstance(x, Tracer) for x in function.operands]
         branches = {
             id(step.inputs[0])
             for step in function.steps
@@ -728,9 +728,9 @@ class Update:
             x
             if is_known
             else _draw(rng, jax.typeof(x), False, id(x) in branches, is_large=False)
-            for x, is_known in zip(function.operands, known)
+            for x, is_known in zip(function.operands, is_constant)
         ]
-        axes = [None if is_known else 0 for is_known in known]
+        axes = [None if is_known else 0 for is_known in is_constant]
         run = jax.jit(jax.vmap(lambda _, *x: function(*x), in_axes=(0, 0, axes)))
         args = (
             np.zeros(_DRAWS, np.float32),
@@ -752,32 +752,36 @@ class Update:
         )
         zeros = [np.zeros(x.shape, x.dtype) for x in arrays]
         state = jax.jit(init).lower(*arrays).compile()(*zeros)
-        found = {id(node): np.asarray(state[k]) for k, node in self.followers.items()}
+        values = {id(node): np.asarray(state[k]) for k, node in self.followers.items()}
         weights = self.weights.values()
-        return found | {id(x): np.zeros(x.aval.shape, x.aval.dtype) for x in weights}
+        return values | {id(x): np.zeros(x.aval.shape, x.aval.dtype) for x in weights}
 
     def function(self, split: row_program.Split, table: int) -> RowFunction:
         """Returns the update of a row, its new state, and its old state."""
-        own = [k for k, node in self.followers.items() if node.table == table]
+        follower_leaves = [
+            k for k, node in self.followers.items() if node.table == table
+        ]
         n = len(self.tables)
         outputs = [
             split.outputs[self.tables.index(table)],
-            *(split.outputs[n + k] for k in own),
-            *(self.followers[k] for k in own),
+            *(split.outputs[n + k] for k in follower_leaves),
+            *(self.followers[k] for k in follower_leaves),
         ]
         return RowFunction(outputs, self.nodes(table))
 
     def moved(self, split: row_program.Split, table: int) -> list[str]:
         """Returns what changes in a row of a table without a gradient."""
-        own = [k for k, node in self.followers.items() if node.table == table]
+        follower_leaves = [
+            k for k, node in self.followers.items() if node.table == table
+        ]
         update, *state = self.run(self.function(split, table), "zero", "any")
         # A state that cannot be, like a variance below zero, gives NaN.
         valid = ~np.isnan(update)
-        found = [WEIGHTS] if np.any(update[valid]) or not np.any(valid) else []
-        for k, new, old in zip(own, state, state[len(own) :]):
+        changed = [WEIGHTS] if np.any(update[valid]) or not np.any(valid) else []
+        for k, new, old in zip(follower_leaves, state, state[len(follower_leaves) :]):
             if new.astype(old.dtype).tobytes() != old.tobytes():
-                found.append(self.paths[k])
-        return found
+                changed.append(self.paths[k])
+        return changed
 
 
 WEIGHTS = "weights"

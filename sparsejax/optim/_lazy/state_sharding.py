@@ -70,10 +70,12 @@ def check_sharded(grads: Any, params: Any, state: Any) -> None:
     if params is not None and tables:
         leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
         try:
-            found = treedef.flatten_up_to(grads)
+            grad_leaves = treedef.flatten_up_to(grads)
         except ValueError:
-            found = leaves  # another structure, which `trees.flatten_params` reports
-        for table, grad in zip(leaves, found):
+            grad_leaves = (
+                leaves  # another structure, which `trees.flatten_params` reports
+            )
+        for table, grad in zip(leaves, grad_leaves):
             if not is_sharded_table(table) or trees.is_none_or_masked(grad):
                 continue
             if not is_sharded_table(grad) or _static(grad) != _static(table):
@@ -86,9 +88,9 @@ def check_sharded(grads: Any, params: Any, state: Any) -> None:
                     "sparsejax.value_and_grad, with a loss that reads the table "
                     "through sparsejax.lookup or embedding_bag."
                 )
-    known = set(map(_static, tables))
+    expected = set(map(_static, tables))
     for table in _sharded_tables(state):
-        if _static(table) not in known:
+        if _static(table) not in expected:
             raise ValueError(
                 f"The state is for {table}, but no table in the parameters has "
                 f"this height, layout and mesh: {tables}. Pass the state that "
@@ -123,19 +125,21 @@ def init(tx_init: Callable, params: Any) -> Any:
     for k, (leaf, owner) in enumerate(zip(leaves, owners)):
         if not isinstance(leaf, jax.Array):
             continue
-        known = _arguments.is_concrete(leaf)
+        is_concrete = _arguments.is_concrete(leaf)
         if owner is not None:
             want = _sharding(tables[owner].mesh, leaf, tables[owner].spec[0])
-        elif len(leaf.sharding.device_set) == 1 if known else not leaf.ndim:
+        elif len(leaf.sharding.device_set) == 1 if is_concrete else not leaf.ndim:
             want = _sharding(mesh, leaf)
-        elif not known and all(kind == AxisType.Explicit for kind in mesh.axis_types):
+        elif not is_concrete and all(
+            kind == AxisType.Explicit for kind in mesh.axis_types
+        ):
             # The type of the leaf includes its sharding. Write it in full, so that the
             # state a step returns has the same type.
             spec = jax.typeof(leaf).sharding.spec
             want = _sharding(mesh, leaf, *spec[: leaf.ndim])
         else:
             continue
-        if not known:
+        if not is_concrete:
             leaves[k] = _constrain(leaf, want)
         elif not leaf.sharding.is_equivalent_to(want, leaf.ndim):
             leaves[k] = jax.device_put(leaf, want)
@@ -158,5 +162,5 @@ def _constrain(leaf: jax.Array, want: NamedSharding) -> jax.Array:
 
 def _sharding(mesh: Any, leaf: jax.Array, *parts: Any) -> NamedSharding:
     """Makes a sharding with one entry per axis, as in the types of explicit axes."""
-    rest = (None,) * (leaf.ndim - len(parts))
-    return NamedSharding(mesh, PartitionSpec(*parts, *rest))
+    unsharded = (None,) * (leaf.ndim - len(parts))
+    return NamedSharding(mesh, PartitionSpec(*parts, *unsharded))

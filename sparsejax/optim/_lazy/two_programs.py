@@ -127,11 +127,11 @@ def _axes(v: Any, w: Any) -> int | None:
 
 def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
     """Returns the programs among the parameters of an equation."""
-    found = []
+    bodies = []
     for value in eqn.params.values():
         values = value if isinstance(value, (tuple, list)) else (value,)
-        found += [_compat.open_jaxpr(x) for x in values if hasattr(x, "eqns")]
-    return found
+        bodies += [_compat.open_jaxpr(x) for x in values if hasattr(x, "eqns")]
+    return bodies
 
 
 def _equal(x: Any, y: Any) -> bool:

@@ -209,8 +209,8 @@ def partial_rowwise_lamb(
         r = r + base.like(weight_decay, r) * w
         weight_norm = base.root(base.row_sum(w * w))
         norm = base.root(base.row_sum(r * r))
-        known = (weight_norm > 0) & (norm > 0)
-        ratio = jnp.where(known, base.divide(weight_norm, norm), base.like(1, r))
+        is_nonzero = (weight_norm > 0) & (norm > 0)
+        ratio = jnp.where(is_nonzero, base.divide(weight_norm, norm), base.like(1, r))
         return base.per_row(ratio, r) * r
 
     return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype, direction)

@@ -177,7 +177,7 @@ def accumulate(
             overflow,
         )
         return updates, with_held_gradients(
-            state, [_emptied(due, held) for held in buffers], treedef
+            state, [_emptied(due, buffer) for buffer in buffers], treedef
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -291,10 +291,10 @@ def with_held_gradients(
     state: AccumulateState, buffers: list[Any], treedef: Any
 ) -> AccumulateState:
     """Returns the state with other buffers."""
-    is_rows = [isinstance(held, SelectedRows) for held in buffers]
+    is_rows = [isinstance(buffer, SelectedRows) for buffer in buffers]
     rows = treedef.flatten_up_to(state.acc_rows)
     rows = [x.rows if has else old for x, has, old in zip(buffers, is_rows, rows)]
-    sums = [held.values if has else held for held, has in zip(buffers, is_rows)]
+    sums = [buffer.values if has else buffer for buffer, has in zip(buffers, is_rows)]
     rows, sums = map(treedef.unflatten, (rows, sums))
     return state._replace(acc_grads=sums, acc_rows=rows)
 
@@ -331,16 +331,16 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
         slot = jnp.where(here, rows, _arguments.scalar(held.height, rows)).astype(
             jnp.int32
         )
-        known = indexing.take_rows(held.filled(), slot)
+        has_slot = indexing.take_rows(held.filled(), slot)
     else:
         places = lax.iota(jnp.int32, held.capacity)
         ordered, places = lax.sort((held.rows, places), num_keys=1)
-        found, known = merge.find_slots(ordered, rows, held.height)
-        new = here & ~known
+        place, has_slot = merge.find_slots(ordered, rows, held.height)
+        new = here & ~has_slot
         free = held.num_rows() + jnp.cumsum(new, dtype=jnp.int32) - 1
         slot = jnp.where(new, jnp.minimum(free, none), none)
-        slot = jnp.where(known, places[found], slot)
-    old = indexing.take_rows(held.values, jnp.where(known, slot, none))
+        slot = jnp.where(has_slot, places[place], slot)
+    old = indexing.take_rows(held.values, jnp.where(has_slot, slot, none))
     values = indexing.set_rows(held.values, slot, old + grad.values)
     missed = jnp.sum(here & (slot == none), dtype=jnp.int32)
     return with_slots(held, indexing.set_rows(held.rows, slot, rows), values), missed
@@ -397,9 +397,9 @@ def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
                 "this leaf."
             )
     elif isinstance(grad, SelectedRows) and grad.row_shape != held.row_shape:
-        found, slots = ("x".join(map(str, x.row_shape)) for x in (grad, held))
+        row_shape, slots = ("x".join(map(str, x.row_shape)) for x in (grad, held))
         raise ValueError(
-            f"{where()} has {found} rows, but the slots of its leaf are for "
+            f"{where()} has {row_shape} rows, but the slots of its leaf are for "
             f"{slots} rows. Pass stacked=True, or a tree with True for this leaf, if "
             "it is a stack of tables [K, V, ...] read at (k, v)."
         )

@@ -92,10 +92,10 @@ def dynamic_loss_scale(
     """
     checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
     try:
-        known = initial_scale >= 1 and factor > 1 and growth_interval >= 1
+        is_valid = initial_scale >= 1 and factor > 1 and growth_interval >= 1
     except TypeError:  # a string, or None
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise ValueError(
             f"requires initial_scale >= 1, factor > 1 and growth_interval >= 1,"
             f" got {_arguments.show(initial_scale)}, {_arguments.show(factor)} and "

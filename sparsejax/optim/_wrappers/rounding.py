@@ -266,8 +266,8 @@ def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
     below = jax.lax.bitcast_convert_type(bits, dtype)
     above = jax.lax.bitcast_convert_type(bits + _arguments.scalar(1, bits), dtype)
     gap = jnp.abs(above.astype(x.dtype) - below.astype(x.dtype))
-    rest = jnp.abs(x) - jnp.abs(below.astype(x.dtype))
-    up = jax.random.uniform(key, x.shape, x.dtype) * gap < rest
+    excess = jnp.abs(x) - jnp.abs(below.astype(x.dtype))
+    up = jax.random.uniform(key, x.shape, x.dtype) * gap < excess
     return jnp.where(jnp.isfinite(x), jnp.where(up, above, below), nearest)
 
 

@@ -100,8 +100,8 @@ def track_changes(
         def marks(params):
             leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
             flags = [jnp.zeros(x.shape[:1], bool) for x, w in zip(leaves, wanted) if w]
-            found = iter(flags)
-            return treedef.unflatten([next(found) if w else None for w in wanted])
+            remaining = iter(flags)
+            return treedef.unflatten([next(remaining) if w else None for w in wanted])
 
         return TrackChangesState(tx.init(params), state_sharding.init(marks, params))
 
@@ -267,8 +267,8 @@ def _ids(flags: Any) -> Any:
         positions = np.flatnonzero(_on_host(flags.values))
         ids = np.asarray(flags.ids_at(positions))
         return np.sort(ids[ids < flags.height])
-    found = np.flatnonzero(_on_host(flags))
-    return found.astype(_arguments.index_dtype(flags.shape[0]))
+    marked = np.flatnonzero(_on_host(flags))
+    return marked.astype(_arguments.index_dtype(flags.shape[0]))
 
 
 def _on_host(x: Any) -> np.ndarray:

@@ -36,22 +36,22 @@ def _checkpoint_rule(
 ) -> list[Any]:
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
     (body_sites,) = ctx.body_sites()
-    found: list[Site] = []
+    sites: list[Site] = []
     views: list[Any] = []
 
     def run(arrays, deltas):
         full = _merge(inputs, places, arrays)
         reads = ctx.reads.of_body(deltas)
         outs = ctx.walk(jaxpr, full, reads)
-        found[:] = reads.sites
+        sites[:] = reads.sites
         # The body returns the operands of a view; its other fields are static.
         views[:] = [o if isinstance(o, TableRef) else None for o in outs]
         return [v.operands if v else o for o, v in zip(outs, views)], reads.ids
 
     rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
     outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body_sites)))
-    ctx.set_body_sites(found)
-    ctx.reads.add(found, ids)
+    ctx.set_body_sites(sites)
+    ctx.reads.add(sites, ids)
     return [v.with_operands(o) if v else o for o, v in zip(outs, views)]
 
 
@@ -77,7 +77,7 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     places = [i for i, c in enumerate(carry) if not isinstance(c, TableRef)]
     live = _loop_liveness(ctx.run.liveness, body, ctx.live, n_consts, n_carry)
     (body_sites,) = ctx.body_sites()
-    found: list[Site] = []
+    sites: list[Site] = []
 
     def step(changing, x):
         x, deltas = x
@@ -85,7 +85,7 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         reads = ctx.reads.of_body(deltas)
         args = [*consts, *_merge(carry, places, changing), *x]
         outs = ctx.walk(params["jaxpr"], args, reads, live=live)
-        found[:] = reads.sites
+        sites[:] = reads.sites
         outs = [
             o if i < n_carry and i not in places else ctx.dense(o, _RETURNED, live[i])
             for i, o in enumerate(outs)
@@ -102,8 +102,8 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    ctx.set_body_sites(found)
-    ctx.reads.add([s.in_loop(length) for s in found], ids)
+    ctx.set_body_sites(sites)
+    ctx.reads.add([s.in_loop(length) for s in sites], ids)
     return [*_merge(carry, places, changing), *ys]
 
 
@@ -144,12 +144,12 @@ def _cond_rule(
     body_sites = ctx.body_sites(len(branches))
     shared = _largest(body_sites)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
-    found: list[tuple[Site, ...]] = [()] * len(branches)
+    sites: list[tuple[Site, ...]] = [()] * len(branches)
 
     def run(number: int):
         reads = ctx.reads.of_body(_cut(deltas, body_sites[number]))
         outs = ctx.walk(branches[number], operands, reads, branch=number)
-        found[number] = tuple(reads.sites)
+        sites[number] = tuple(reads.sites)
         outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
         return outs, [_gather_ids(site, reads, ctx) for site in shared]
 
@@ -157,8 +157,8 @@ def _cond_rule(
         return lambda: run(number)
 
     outs, ids = lax.switch(index, [branch(k) for k in range(len(branches))])
-    ctx.set_body_sites(*found)
-    ctx.reads.add(_largest(found), ids)
+    ctx.set_body_sites(*sites)
+    ctx.reads.add(_largest(sites), ids)
     return outs
 
 
@@ -206,8 +206,8 @@ def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
     pairs = zip(reads.sites, reads.ids)
     # Branches must also agree on the sharding over explicit mesh axes.
     mine = [_mesh.replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
-    rest = shared.num_rows - sum(i.size for i in mine)
-    empty = jnp.full((rest,), height, dtype)
+    num_empty = shared.num_rows - sum(i.size for i in mine)
+    empty = jnp.full((num_empty,), height, dtype)
     mine = [_compat.to_varying(i, shared.axes) for i in (*mine, empty)]
     return jnp.concatenate(mine)
 

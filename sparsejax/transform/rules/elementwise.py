@@ -68,8 +68,8 @@ def _identities_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> Any:
         arrays = list(lax.optimization_barrier(arrays)) if arrays else []
     elif arrays:
         return NotImplemented
-    rest = iter(arrays)
-    return [x if isinstance(x, TableRef) else next(rest) for x in inputs]
+    remaining = iter(arrays)
+    return [x if isinstance(x, TableRef) else next(remaining) for x in inputs]
 
 
 @register_rule(p.stop_gradient_p)

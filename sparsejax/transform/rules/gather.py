@@ -138,8 +138,13 @@ def _read_slice(
         return NotImplemented
     if sizes == ref.shape:
         return ref
-    first, *rest = ref.row_axes
-    if rest and sizes[rest[0]] == ref.shape[rest[0]] and sizes[first] and not in_steps:
+    first, *second = ref.row_axes
+    if (
+        second
+        and sizes[second[0]] == ref.shape[second[0]]
+        and sizes[first]
+        and not in_steps
+    ):
         return ref.part(places(first)[0], sizes[first])
     of_axes = [places(axis) for axis in ref.row_axes]
     ids = _row_numbers(of_axes, _sizes(ref, of_axes[0]))
@@ -166,8 +171,8 @@ _MODES = (
 def _whole_rows(
     ref: TableRef, sizes: Sequence[int], other_axes: Sequence[int] = ()
 ) -> bool:
-    rest = set(range(ref.ndim)) - {*ref.row_axes, *other_axes}
-    return all(sizes[d] == ref.shape[d] for d in rest)
+    content_axes = set(range(ref.ndim)) - {*ref.row_axes, *other_axes}
+    return all(sizes[d] == ref.shape[d] for d in content_axes)
 
 
 # Jitted so that JAX traces it once for tables of all heights.

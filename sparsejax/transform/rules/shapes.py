@@ -27,26 +27,26 @@ def _reshape_rule(ctx: RuleContext, ref: Any, *dynamic: Any, **params: Any) -> A
     if dynamic or params.get("dimensions") and ctx.eqn.primitive is p.reshape_p:
         return NotImplemented
     shape = tuple(ctx.eqn.outvars[0].aval.shape)
-    start, *rest = ref.row_axes
-    if rest and rest != [start + 1]:
+    start, *second = ref.row_axes
+    if second and second != [start + 1]:
         return NotImplemented  # the rows of a stack are not in order
     before = math.prod(ref.shape[:start])
     # Rows stay whole if one axis of the result, or two for a stack, still run over
     # them, with as much of the content in front as before.
-    found = [
+    matches = [
         range(axis, axis + count)
         for count in (1, 2)
         for axis in range(len(shape) - count + 1)
         if math.prod(shape[axis : axis + count]) == ref.height
         and math.prod(shape[:axis]) == before
     ]
-    if not found:
+    if not matches:
         return NotImplemented
-    content = without(shape, found[0])
+    content = without(shape, matches[0])
     return ref.then(
         lambda rows: rows.reshape(rows.shape[:1] + content),
         shape=shape,
-        row_axes=tuple(found[0]),
+        row_axes=tuple(matches[0]),
     )
 
 
@@ -67,8 +67,8 @@ def _broadcast_rule(
         return NotImplemented
     content = without(shape, axes)
     # A row function has the rows on its first axis; the other axes keep their order.
-    rest = [d for d in range(len(shape)) if d not in axes]
-    places = tuple(rest.index(d) + 1 for d in along if d in rest)
+    kept_axes = [d for d in range(len(shape)) if d not in axes]
+    places = tuple(kept_axes.index(d) + 1 for d in along if d in kept_axes)
     return ref.then(
         lambda rows: lax.broadcast_in_dim(rows, rows.shape[:1] + content, (0, *places)),
         shape=tuple(shape),

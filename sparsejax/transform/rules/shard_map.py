@@ -40,7 +40,7 @@ def _shard_map_rule(
     refs = [x for x in inputs if isinstance(x, TableRef)]
     (body_sites,) = ctx.body_sites()
     specs = [PartitionSpec(tuple(sorted(s.axes & manual)) or None) for s in body_sites]
-    found: list[Site] = []
+    sites: list[Site] = []
 
     def run(arrays, packed, deltas):
         # The body must not close over arrays.
@@ -48,16 +48,16 @@ def _shard_map_rule(
             dataclasses.replace(ref.with_operands(operands), array=array)
             for ref, (array, operands) in zip(refs, packed)
         )
-        rest = iter(arrays)
-        args = [next(tables if isinstance(x, TableRef) else rest) for x in inputs]
+        remaining = iter(arrays)
+        args = [next(tables if isinstance(x, TableRef) else remaining) for x in inputs]
         pairs = zip(deltas, body_sites)
         reads = ctx.reads.of_body([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
         outs = ctx.walk(jaxpr, args, reads)
         # Without vma types the axes along which reads vary are unknown: assume all.
-        found[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
+        sites[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
         ids = [i.reshape(-1) for i in reads.ids]
         if check_vma:
-            ids = [_compat.to_varying(i, site.axes) for i, site in zip(ids, found)]
+            ids = [_compat.to_varying(i, site.axes) for i, site in zip(ids, sites)]
         outs = [ctx.dense(o, "returns it", live) for o, live in zip(outs, ctx.live)]
         return outs, ids
 
@@ -70,8 +70,8 @@ def _shard_map_rule(
         axis_names=manual,
         check_vma=check_vma,
     )([inputs[i] for i in places], [(r.array, r.operands) for r in refs], deltas)
-    ctx.set_body_sites(found)
-    ctx.reads.add([_from_outside(site, mesh, manual) for site in found], ids)
+    ctx.set_body_sites(sites)
+    ctx.reads.add([_from_outside(site, mesh, manual) for site in sites], ids)
     return outs
 
 
