@@ -130,10 +130,10 @@ class Engine:
         ids = self._merged(ids)
 
         def work():
-            found = self._read_early(ids, capacity, mode)
-            for part in found:
+            parts = self._read_early(ids, capacity, mode)
+            for part in parts:
                 part.table.drop(part.early)
-            return found
+            return parts
 
         return self._on_device(self.run(work))
 
@@ -189,9 +189,9 @@ class Engine:
                 work = functools.partial(_hand_out, head.early)
                 handed_out = self.queue.submit(work)
                 ahead.fill(depth)
-                found = self._on_device(handed_out.result())
+                pulled = self._on_device(handed_out.result())
                 self.queue.raise_error()
-                rows: Any = {**found, **head.request.cached}
+                rows: Any = {**pulled, **head.request.cached}
                 if head.request.alone:
                     (rows,) = rows.values()
                 yield head.batch, rows
@@ -221,7 +221,7 @@ class Engine:
         self, ids: Mapping[str, Any], capacity: CapacityOf, mode: str
     ) -> list[_Early]:
         """Reads the rows of `ids`, which are in flight from now on; in the queue."""
-        found: list[_Early] = []
+        parts: list[_Early] = []
         try:
             for name, some in ids.items():
                 began = time.perf_counter()
@@ -230,20 +230,20 @@ class Engine:
                 owners = table.spec.owners
                 rows = distinct_rows(name, some, owners.height, mode)
                 size = capacity(name, rows.size, owners.height)
-                own = owners.localize(rows)
-                own = own[own < table.height]
+                local_rows = owners.localize(rows)
+                local_rows = local_rows[local_rows < table.height]
                 # For a mesh the rows are padded when they are copied to its devices.
-                padded = size if self.devices is None else own.size
-                early = table.read_early(own, padded, with_state=False)
-                found.append(_Early(table, rows, size, early))
+                padded = size if self.devices is None else local_rows.size
+                early = table.read_early(local_rows, padded, with_state=False)
+                parts.append(_Early(table, rows, size, early))
                 table.pulls += 1
-                table.pulled_rows += own.size
+                table.pulled_rows += local_rows.size
                 table.pull_seconds += time.perf_counter() - began
         except BaseException:
-            for part in found:
+            for part in parts:
                 part.table.drop(part.early)
             raise
-        return found
+        return parts
 
     def _merged(self, ids: Mapping[str, Any]) -> Mapping[str, Any]:
         """Merges the ids of all devices of the mesh, by table. A collective."""
@@ -262,20 +262,20 @@ class Engine:
         if self.devices is None:
             # One copy of all tables. The CPU device may use these buffers in place.
             pairs = jax.device_put(pairs)
-        found = {}
+        pulled = {}
         for part in early:
             spec = part.table.spec
             rows, values = pairs[spec.name]
-            found[spec.name] = SelectedRows(rows, values, spec.owners.height)
-        return found
+            pulled[spec.name] = SelectedRows(rows, values, spec.owners.height)
+        return pulled
 
     def _rows_and_values(self, early: _Early) -> tuple[Any, Any]:
         """Returns the rows and values of a SelectedRows; on the host without a mesh."""
         owners, rows = early.table.spec.owners, early.rows
         (values,) = early.early.buffers
         if self.devices is not None:
-            found = self.devices.replicate(owners, rows, values, early.capacity)
-            return found.rows, found.values
+            replicated = self.devices.replicate(owners, rows, values, early.capacity)
+            return replicated.rows, replicated.values
         padded = np.full((early.capacity,), owners.height, rows.dtype)
         padded[: rows.size] = rows
         return padded, values
@@ -283,12 +283,12 @@ class Engine:
 
 def _hand_out(early: Future) -> list[_Early]:
     """Returns the rows of a batch in flight, with all writes so far; in the queue."""
-    found = early.result()  # done by now; raises its error
-    for part in found:
+    parts = early.result()  # done by now; raises its error
+    for part in parts:
         began = time.perf_counter()
         part.table.hand_out(part.early)
         part.table.pull_seconds += time.perf_counter() - began
-    return found
+    return parts
 
 
 def _drop(early: Future) -> None:

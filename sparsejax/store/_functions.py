@@ -78,8 +78,8 @@ def split(tree: Any) -> tuple[list[Any], Any]:
 def join(arrays: Sequence[Any], static: Any) -> Any:
     """Joins the tree that `split` cut, with these arrays."""
     structure, others = static
-    found = iter(arrays)
-    return structure.unflatten(next(found) if x is _ARRAY else x[1] for x in others)
+    remaining = iter(arrays)
+    return structure.unflatten(next(remaining) if x is _ARRAY else x[1] for x in others)
 
 
 def check_no_cache(tree: Any) -> None:
@@ -206,16 +206,16 @@ class RowIds:
         tables: dict[str, Any] = {}
 
         def on_views(arrays):
-            rest = iter(arrays)
+            remaining = iter(arrays)
             args = [
-                join([next(rest) for x in others if x is _ARRAY], (tree, others))
+                join([next(remaining) for x in others if x is _ARRAY], (tree, others))
                 for tree, others in statics
             ]
-            found = tables_of(args)
-            _check_tables(self._engine, found)
-            tables.update({table.name: table for table in found})
+            in_args = tables_of(args)
+            _check_tables(self._engine, in_args)
+            tables.update({table.name: table for table in in_args})
             numbers = {name: k for k, name in enumerate(tables)}
-            views = [view_to_record(t, numbers[t.name]) for t in found]
+            views = [view_to_record(t, numbers[t.name]) for t in in_args]
             return self._fun(*put_tables(args, views))
 
         flat = trace_flat(on_views, (arrays,), {}, lambda x: True)
@@ -226,12 +226,12 @@ def _by_table(
     names: Sequence[str], sites: Sequence[Any], program: IdsProgram, needed: Any
 ) -> dict[str, jax.Array]:
     """Returns the ids of all reads of each table, flat."""
-    found: dict[str, list[jax.Array]] = {}
+    ids_by_name: dict[str, list[jax.Array]] = {}
     for ids, site in zip(program.run((), needed), sites):
-        found.setdefault(names[int(site.table)], []).append(ids.reshape(-1))
+        ids_by_name.setdefault(names[int(site.table)], []).append(ids.reshape(-1))
     return {
         name: ids[0] if len(ids) == 1 else jnp.concatenate(ids)
-        for name, ids in found.items()
+        for name, ids in ids_by_name.items()
     }
 
 
@@ -286,8 +286,8 @@ def with_views(tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any:
     def view(table):
         if table.name in but:
             return table
-        found = found_of(table, rows)
-        return table.view(table.values(found), found)
+        pulled = found_of(table, rows)
+        return table.view(table.values(pulled), pulled)
 
     return put_tables(tree, list(map(view, tables_of(tree))))
 
@@ -335,7 +335,7 @@ def gradient(
     names = [table.name for table in trained]
     founds = [found_of(table, rows) for table in trained]
     # One array for each place of a table in the arguments, since each has its gradient.
-    values = [table.values(found) for table, found in zip(trained, founds)]
+    values = [table.values(pulled) for table, pulled in zip(trained, founds)]
     args, kw = list(args), dict(kw)
     for n in numbers:
         # Without the array of a cache, which is among the values.
@@ -346,8 +346,8 @@ def gradient(
         *args, values = args_and_values
         views = iter([t.view(x, f) for t, x, f in zip(trained, values, founds)])
         for n in numbers:
-            found = tables_of(args[n])
-            chosen = [t if t.name in frozen else next(views) for t in found]
+            all_tables = tables_of(args[n])
+            chosen = [t if t.name in frozen else next(views) for t in all_tables]
             args[n] = put_tables(args[n], chosen)
         # A table that is differentiated stays as it is in the other arguments, where a
         # read of it would have no gradient.

@@ -87,10 +87,10 @@ class RowVersions:
         blocks = np.flatnonzero(self._blocks > version)
         # Runs of neighbours, not too long, are read at once.
         is_first = (np.diff(blocks, prepend=-2) != 1) | (blocks % _MAX_BLOCKS == 0)
-        found = [np.zeros((0,), np.int64)]
+        parts = [np.zeros((0,), np.int64)]
         for run in np.split(blocks, np.flatnonzero(is_first)[1:]):
             if run.size:
                 start, stop = run[0] * _BLOCK, (run[-1] + 1) * _BLOCK
                 here = np.flatnonzero(self._rows[start:stop] > version)
-                found.append(start + here)
-        return np.concatenate(found)
+                parts.append(start + here)
+        return np.concatenate(parts)

@@ -74,8 +74,8 @@ def make_table(
     """Makes the table in memory or in the file `path`, which it opens if it exists."""
     initial = {} if array is None else {0: array}
     if spec.optimizer is not None:
-        _, rest = spec.optimizer.init(np.zeros((1, *spec.shape[1:]), spec.dtype))
-        initial |= dict(enumerate(rest, 2 + sum(spec.optimizer.by_row)))
+        _, other_state = spec.optimizer.init(np.zeros((1, *spec.shape[1:]), spec.dtype))
+        initial |= dict(enumerate(other_state, 2 + sum(spec.optimizer.by_row)))
     if path is None:
         return Table(spec, Memory(spec.arrays(), initial), history)
     path = own_path(as_path(_CALL, path), spec.owners.process, spec.owners.count)
@@ -132,13 +132,13 @@ def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
     """Returns the dtype of the weights: of the array, if there is one."""
     if dtype is None:
         return np.dtype(np.float32) if array is None else array.dtype
-    found = np.dtype(dtype)
-    if array is not None and found != array.dtype:
+    given = np.dtype(dtype)
+    if array is not None and given != array.dtype:
         raise ValueError(
             f"{_CALL}: table {name!r} has an array of {array.dtype}, but "
-            f"dtype={found}. Omit dtype, or cast the array."
+            f"dtype={given}. Omit dtype, or cast the array."
         )
-    return found
+    return given
 
 
 def _check_shape_and_optimizer(
@@ -209,9 +209,9 @@ def _check_initializer(
             f"{_CALL}: the initializer of table {name!r} cannot be called as (key, "
             f"shape, dtype), here with shape {shape}: {error}"
         ) from error
-    found = getattr(made, "shape", type(made).__name__)
-    if found != shape:
+    made_shape = getattr(made, "shape", type(made).__name__)
+    if made_shape != shape:
         raise ValueError(
             f"{_CALL}: the initializer of table {name!r} must return an array of shape "
-            f"{shape} for one row, but returned {found}."
+            f"{shape} for one row, but returned {made_shape}."
         )

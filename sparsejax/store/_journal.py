@@ -123,7 +123,7 @@ def roll_back(table: Table) -> None:
             file.seek(0)
             _format.read_header(path, file, MAGIC, _HEADER)
             entries = _entries(path, file, table)
-            rest = next(entries)
+            other_state = next(entries)
             for rows, *columns in entries:
                 table.write(rows, columns)
     except FileNotFoundError:
@@ -132,7 +132,7 @@ def roll_back(table: Table) -> None:
             f"not end with a flush, and its journal {path}, which has the rows of the "
             "last flush, is not there. Put it back, or use another copy of the table."
         ) from None
-    for old, new in zip(table.rest, rest):
+    for old, new in zip(table.rest, other_state):
         old[...] = new
     table.memory.flush()
     table.set_journal(None)
@@ -164,10 +164,10 @@ def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
 
 def _entries(path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
     """Yields the leaves of state without rows, then rows and columns of each entry."""
-    rest = _read_entry(path, file, table, is_first=True)
-    if rest is None:  # they were on the disk before the table's header had the id
+    first = _read_entry(path, file, table, is_first=True)
+    if first is None:  # they were on the disk before the table's header had the id
         raise _damaged(path, file)
-    yield rest
+    yield first
     while (entry := _read_entry(path, file, table)) is not None:
         rows = entry[0]
         if rows.size and (rows.min() < 0 or rows.max() >= table.height):

@@ -50,12 +50,12 @@ class KeyMap:
         place = self._first(keys)
         rows = rows.astype(np.int64) + 1
         while rows.size:
-            found = self._slots[place]
-            free = found <= _FREE
+            entries = self._slots[place]
+            free = entries <= _FREE
             # If several keys hash to one slot, the last write wins.
             self._slots[place[free]] = rows[free]
             settled = self._slots[place] == rows
-            self._removed -= int(np.count_nonzero(settled & (found == _REMOVED)))
+            self._removed -= int(np.count_nonzero(settled & (entries == _REMOVED)))
             place = self._next(place[~settled])
             rows = rows[~settled]
 
@@ -70,10 +70,10 @@ class KeyMap:
         out = np.zeros(keys.shape, np.int64)
         place, left = self._first(keys), np.arange(keys.size)
         while left.size:
-            found = self._slots[place]
-            at = np.maximum(found - 1, 0)
-            is_key = (found > _FREE) & (self._keys[at] == keys)
-            settled = is_key | (found == _FREE)
+            entries = self._slots[place]
+            at = np.maximum(entries - 1, 0)
+            is_key = (entries > _FREE) & (self._keys[at] == keys)
+            settled = is_key | (entries == _FREE)
             out[left[settled]] = place[settled]
             place = self._next(place[~settled])
             left, keys = left[~settled], keys[~settled]

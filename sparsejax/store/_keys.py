@@ -221,17 +221,17 @@ class TableKeys:
         distinct = sorted_unique(wanted.view(np.uint64)).view(np.int64)
         rows = self._map.find(distinct)
         is_new = rows < 0
-        known, new = rows[~is_new], distinct[is_new]
+        known_rows, new = rows[~is_new], distinct[is_new]
         waiting = self._sightings.waiting(new, self.policy.admit_after)
         admitted = new[~waiting]
         free = self._free(admitted.size)
         limit = self.policy.max_evictions
         limit = wanted.size if limit is None else limit
         needed = min(admitted.size - free.size, limit)
-        evicted = self._victims(needed, step - held_steps, known)
+        evicted = self._victims(needed, step - held_steps, known_rows)
         return Insertion(
             step=step,
-            known=known,
+            known=known_rows,
             free=free,
             evicted=evicted,
             added=admitted[: free.size + evicted.size],
@@ -412,14 +412,14 @@ def as_keys(keys: Any) -> np.ndarray:
             "to which JAX truncates keys of 64 bits. Pass the keys before they are put "
             "on the device, or np.asarray(keys) if they never had more bits."
         )
-    found = keys if isinstance(keys, jax.Array) else _as_array(keys)
-    if found.dtype.kind in "USOT":
-        return _hash_strings(np.asarray(found))
-    if not found.size:
-        return np.zeros(found.shape, np.int64)
-    found = np.asarray(_arguments.as_integers(found, "keys"))
-    wide = np.uint64 if found.dtype.kind == "u" else np.int64
-    return found.astype(wide).view(np.int64)
+    given = keys if isinstance(keys, jax.Array) else _as_array(keys)
+    if given.dtype.kind in "USOT":
+        return _hash_strings(np.asarray(given))
+    if not given.size:
+        return np.zeros(given.shape, np.int64)
+    given = np.asarray(_arguments.as_integers(given, "keys"))
+    wide = np.uint64 if given.dtype.kind == "u" else np.int64
+    return given.astype(wide).view(np.int64)
 
 
 def _hash_strings(strings: np.ndarray) -> np.ndarray:
@@ -444,22 +444,22 @@ def _hash_strings(strings: np.ndarray) -> np.ndarray:
 def _as_array(keys: Any) -> np.ndarray:
     """Converts keys to a NumPy array in which 3 and "3" stay different."""
     try:
-        found = np.asarray(keys)
+        array = np.asarray(keys)
     except ValueError:
         raise TypeError(
             "keys must be an array, or nested lists of equal lengths, got "
             f"{_arguments.show(keys)}. Pad them, and pass where=False for padding."
         ) from None
     is_list = isinstance(keys, (list, tuple))
-    if found.dtype != object and not (is_list and found.dtype.kind in "US"):
-        return found
-    found = np.array(keys, dtype=object)  # in which NumPy does not make "3" of 3
-    values = found.reshape(-1).tolist()
+    if array.dtype != object and not (is_list and array.dtype.kind in "US"):
+        return array
+    array = np.array(keys, dtype=object)  # in which NumPy does not make "3" of 3
+    values = array.reshape(-1).tolist()
     kinds = {_kind_of_key(type(value)): value for value in reversed(values)}
     if kinds.keys() <= {"string"}:
-        return found
+        return array
     if kinds.keys() == {"integer"}:
-        return np.array(values).reshape(found.shape)
+        return np.array(values).reshape(array.shape)
     raise TypeError(
         "keys must be all integers or all strings, got "
         f"{' and '.join(map(_arguments.show, kinds.values()))}. 3 and '3' are "
@@ -480,10 +480,10 @@ def as_where(where: Any, shape: tuple[int, ...]) -> np.ndarray | None:
     """Checks the argument `where`: booleans of the shape of the keys."""
     if where is None:
         return None
-    found = np.asarray(where)
-    if found.dtype != np.bool_ or found.shape != shape:
+    mask = np.asarray(where)
+    if mask.dtype != np.bool_ or mask.shape != shape:
         raise TypeError(
             f"where must be booleans of the shape of keys, {shape}, False for padding, "
             f"got {_arguments.kind_of(where)}."
         )
-    return found
+    return mask

@@ -205,21 +205,21 @@ def _read_header(
 ) -> dict[str, Any]:
     """Reads the header of the file, which must describe this table."""
     file.seek(0)
-    found = _format.read_header(path, file, MAGIC, _HEADER)
-    if found.get("loading"):
+    saved = _format.read_header(path, file, MAGIC, _HEADER)
+    if saved.get("loading"):
         raise ValueError(
             f"{_INIT}: {path} is half loaded: the process that loaded a saved store "
             "or applied changes to it stopped before the end. Delete the file, call "
             "init again, and then load."
         )
     fields = "shape", "dtype", "state", "key", "keyed"
-    _format.check_same(path, name, found, header, fields)
-    if found["start"] % _PAGE or found["start"] < file.tell():
+    _format.check_same(path, name, saved, header, fields)
+    if saved["start"] % _PAGE or saved["start"] < file.tell():
         raise ValueError(
-            f"{_INIT}: {path} is damaged: its rows begin at byte {found['start']}, "
+            f"{_INIT}: {path} is damaged: its rows begin at byte {saved['start']}, "
             "within its header or a page. Use another file."
         )
-    return found
+    return saved
 
 
 def _open_locked(path: pathlib.Path) -> io.BufferedRandom:
@@ -361,7 +361,7 @@ def unlock(file: io.IOBase) -> None:
 def is_at(file: io.IOBase | BinaryIO, path: str | os.PathLike[str]) -> bool:
     """Returns True if an open file is the one at `path`, not removed or replaced."""
     try:
-        found = os.stat(path)
+        there = os.stat(path)
     except FileNotFoundError:
         return False
-    return os.path.samestat(found, os.fstat(file.fileno()))
+    return os.path.samestat(there, os.fstat(file.fileno()))

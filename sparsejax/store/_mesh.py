@@ -127,23 +127,23 @@ class Devices:
             an array, a global array that is sharded over the mesh, or a list of arrays.
           heights: by table the rows of the whole table.
         """
-        own = {name: _own_ids(name, some) for name, some in ids.items()}
-        if self.count == 1 or not own:
-            return own
-        kinds = [np.dtype(_arguments.index_dtype(heights[name])) for name in own]
+        local_ids = {name: _own_ids(name, some) for name, some in ids.items()}
+        if self.count == 1 or not local_ids:
+            return local_ids
+        kinds = [np.dtype(_arguments.index_dtype(heights[name])) for name in local_ids]
         parts = []
-        for some, kind in zip(own.values(), kinds):
+        for some, kind in zip(local_ids.values(), kinds):
             limits = np.iinfo(kind)  # an id that is cut to them stays out of range
             some = np.clip(some.astype(np.int64), limits.min, limits.max)
             parts.append(sorted_unique(some).astype(kind))
         sizes = self.gather(np.array([part.size for part in parts], np.int32))
         padded = np.zeros(bucket(int(sizes.sum(axis=1).max())), np.result_type(*kinds))
         padded[: sum(part.size for part in parts)] = np.concatenate(parts)
-        found, stops = self.gather(padded), np.cumsum(sizes, axis=1)
-        cut = [np.split(x, ends) for x, ends in zip(found, stops)]
+        gathered, stops = self.gather(padded), np.cumsum(sizes, axis=1)
+        cut = [np.split(x, ends) for x, ends in zip(gathered, stops)]
         return {
             name: np.concatenate([x[k] for x in cut]).astype(kind)
-            for k, (name, kind) in enumerate(zip(own, kinds))
+            for k, (name, kind) in enumerate(zip(local_ids, kinds))
         }
 
     def replicate(
@@ -182,10 +182,10 @@ class Devices:
         sharding = NamedSharding(one_axis, PartitionSpec("all"))
         shape = (self._mesh.size * each, *own.shape[1:])
         values = jax.make_array_from_callback(shape, sharding, of_device)
-        found = _all_gather(self._mesh)(values, _replicated(one_axis, places))
+        gathered = _all_gather(self._mesh)(values, _replicated(one_axis, places))
         slots = np.full(capacity, owners.height, rows.dtype)
         slots[: rows.size] = rows
-        return SelectedRows(_replicated(self._mesh, slots), found, owners.height)
+        return SelectedRows(_replicated(self._mesh, slots), gathered, owners.height)
 
     def on_one_device(self, x: Any) -> Any:
         """Returns a whole array on one device of this process; waits for nothing.
@@ -209,8 +209,8 @@ def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
         part = np.zeros((rows.size, *own.shape[1:]), own.dtype)
         some = own[start : start + _CHUNK]
         part[: len(some)] = some
-        found = np.asarray(multihost_utils.process_allgather(part))
-        for process, values in enumerate(found):
+        gathered = np.asarray(multihost_utils.process_allgather(part))
+        for process, values in enumerate(gathered):
             ids = Owners(owners.height, process, owners.count).ids(rows)
             out[ids[ids < owners.height]] = values[ids < owners.height]
     return out

@@ -62,11 +62,11 @@ class Processes:
         """Makes a save: `write(path)` writes the file of this process. A collective."""
         random = np.frombuffer(secrets.token_bytes(_STAMP_BYTES), np.uint8)
         stamp = self.gather(random)[0].tobytes().hex()
-        own = self._own(path, stamp)
+        own_path = self._own(path, stamp)
 
         def write_own():
-            os.makedirs(os.path.dirname(own), exist_ok=True)
-            write(own)
+            os.makedirs(os.path.dirname(own_path), exist_ok=True)
+            write(own_path)
 
         def commit():
             if self.process == 0:

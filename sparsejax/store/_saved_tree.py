@@ -61,19 +61,19 @@ def leaves_of(tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
     Raises:
       TypeError: a leaf is something else, or traced.
     """
-    found = []
+    leaves = []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
         if isinstance(x, _PLAIN) and not isinstance(x, np.generic):
-            found.append(Leaf(name, x))
+            leaves.append(Leaf(name, x))
             continue
         if not (isinstance(x, np.ndarray | np.generic) or _arguments.is_concrete(x)):
             raise TypeError(
                 f"extra{name} must be an array, an int, a float, a bool or a string, "
                 f"got {_arguments.kind_of(x)}."
             )
-        found.append(Leaf(name, np.asarray(_data(whole(x))), *_spec(x)))
-    return found
+        leaves.append(Leaf(name, np.asarray(_data(whole(x))), *_spec(x)))
+    return leaves
 
 
 def describe(leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
@@ -127,10 +127,10 @@ def put(
     paths, structure = jax.tree_util.tree_flatten_with_path(like)
     wanted = [(jax.tree_util.keystr(path), x) for path, x in paths]
     names = [name for name, _ in wanted]
-    found = [x["name"] for x in descriptions]
-    if names != found:
+    saved_names = [x["name"] for x in descriptions]
+    if names != saved_names:
         raise ValueError(
-            f"{path} was saved with extra={_show_names(found)}, but the tree "
+            f"{path} was saved with extra={_show_names(saved_names)}, but the tree "
             f"here has {_show_names(names)}. Pass the tree that was saved, or None."
         )
     data, leaves = iter(contents), []

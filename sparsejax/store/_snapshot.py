@@ -209,11 +209,11 @@ def _all_rows(table: Table) -> np.ndarray:
 
 def _arrays(table: Table, rows: np.ndarray, state: bool) -> list[np.ndarray]:
     """Returns a table's arrays that are not columns, in the order of `_specs`."""
-    found = [*table.rest] if state else []
+    arrays = [*table.rest] if state else []
     if table.keys is not None:
-        found += [column[rows] for column in table.keys.columns]
-        found += table.keys.sightings() if state else []
-    return found
+        arrays += [column[rows] for column in table.keys.columns]
+        arrays += table.keys.sightings() if state else []
+    return arrays
 
 
 # ------------------------------------------------------------------ members
@@ -256,11 +256,11 @@ def _columns(
 def _count(header: Mapping[str, Any]) -> int:
     """Counts the rows to read or write, of weights and of each leaf of state."""
     total = 0
-    for found in header["tables"].values():
+    for saved in header["tables"].values():
         by_row = (
-            sum(leaf["by_row"] for leaf in found["state"]) if header["state"] else 0
+            sum(leaf["by_row"] for leaf in saved["state"]) if header["state"] else 0
         )
-        total += found["weights"] + found["whole"] * by_row
+        total += saved["weights"] + saved["whole"] * by_row
     return total
 
 
@@ -338,19 +338,19 @@ class Record:
 
     def _specs_of(self, k: int, name: str) -> dict[str, Spec]:
         """Returns all arrays of the k-th table."""
-        table, found = self.tables[name], self.header["tables"][name]
-        specs = _specs(k, table, found, self.header["state"])
+        table, saved = self.tables[name], self.header["tables"][name]
+        specs = _specs(k, table, saved, self.header["state"])
         for i, column in enumerate(
             table.columns if self.header["state"] else [table.weights]
         ):
             member = f"{k}.weights" if i == 0 else f"{k}.state.{i - 1}"
-            count = found["weights" if i == 0 else "whole"]
+            count = saved["weights" if i == 0 else "whole"]
             specs[member] = (count, *column.shape[1:]), column.dtype
         return specs
 
     def _read_part(self, reader: Reader, k: int, name: str) -> Part:
-        table, found = self.tables[name], self.header["tables"][name]
-        specs = _specs(k, table, found, self.header["state"])
+        table, saved = self.tables[name], self.header["tables"][name]
+        specs = _specs(k, table, saved, self.header["state"])
         arrays = {
             member.split(".", 1)[1]: reader.array(member, spec)
             for member, spec in specs.items()
@@ -365,10 +365,10 @@ class Record:
             raise self._damaged(name, "its rows are not ascending row ids")
         if (
             (kinds > _GIVEN).any()
-            or np.count_nonzero(kinds) != found["weights"]
-            or np.count_nonzero(kinds == _WHOLE) != found["whole"]
-            or (found["given"] and (kinds == _GONE).any())
-            or (not found["given"] and (kinds == _GIVEN).any())
+            or np.count_nonzero(kinds) != saved["weights"]
+            or np.count_nonzero(kinds == _WHOLE) != saved["whole"]
+            or (saved["given"] and (kinds == _GONE).any())
+            or (not saved["given"] and (kinds == _GIVEN).any())
         ):
             raise self._damaged(name, "kinds of rows do not add up")
         if part.keys:
@@ -391,10 +391,10 @@ class Record:
 
     def _check_tables(self, replaces: bool) -> None:
         """Raises a ValueError unless the file is of the same tables."""
-        found, path = self.header["tables"], self.path
-        if found.keys() != self.tables.keys():
+        saved, path = self.header["tables"], self.path
+        if saved.keys() != self.tables.keys():
             raise ValueError(
-                f"{path} has the tables {sorted(found)}, but this store has "
+                f"{path} has the tables {sorted(saved)}, but this store has "
                 f"{sorted(self.tables)}. Call init for exactly the tables of the file."
             )
         if replaces and (self.header["since"] or not self.header["state"]):
@@ -403,7 +403,7 @@ class Record:
             )
         if not self.header["since"] <= self.header["version"] < _MAX_VERSION:
             raise ValueError(f"{path} is damaged: its versions are out of order.")
-        for name, there in found.items():
+        for name, there in saved.items():
             spec = self.tables[name].spec
             fields = ["shape", "dtype", "keyed"]
             fields += ["state"] * self.header["state"]
@@ -515,7 +515,7 @@ def apply(
         for name, part in record.parts.items():
             tables[name].touch(part.rows[part.kinds == _WHOLE])
     with _marked_as_loading(tables), history.one_change():
-        found = {}
+        changes = {}
         for name, table in tables.items():
             part = record.parts[name]
             evicted = nothing
@@ -529,7 +529,7 @@ def apply(
             # Without the state of rows that were trained and are not any more.
             table.clear(np.union1d(part.rows[part.kinds != _WHOLE], others[name]))
             changed = np.union1d(part.rows, others[name])
-            found[name] = Changes(table.ids_of(changed), np.sort(evicted))
+            changes[name] = Changes(table.ids_of(changed), np.sort(evicted))
         record.write()
         for name, table in tables.items():
             record.settle(name)
@@ -540,7 +540,7 @@ def apply(
             table.mark_changed(record.parts[name].rows)
         if replaces:
             history.known_since = history.version
-    return found
+    return changes
 
 
 @contextlib.contextmanager

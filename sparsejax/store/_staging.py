@@ -259,12 +259,12 @@ class Staging:
 
     def write_rest(self, new: Sequence[np.ndarray]) -> None:
         """Replaces the leaves of the table's state that have no rows."""
-        rest = self.table.rest
-        if any((a != b).any() for a, b in zip(new, rest)):
+        counts = self.table.rest
+        if any((a != b).any() for a, b in zip(new, counts)):
             if self._journal is not None:
                 self._journal.before_write(np.empty((0,), np.int64))
             self.table.history.advance()
-            for old, value in zip(rest, new):
+            for old, value in zip(counts, new):
                 old[...] = value
 
     def flush(self, places: Places, step: int | None) -> None:
@@ -445,9 +445,9 @@ class Places:
 
     def arrays(self) -> list[jax.Array]:
         """Returns the weights, and the leaves of state with rows, on the device."""
-        found = [self._params[self._tables[0]]]
-        found += [self._state[k] for k in self._by_row]
-        return [jnp.asarray(node.array) for node in found]
+        nodes = [self._params[self._tables[0]]]
+        nodes += [self._state[k] for k in self._by_row]
+        return [jnp.asarray(node.array) for node in nodes]
 
     def put_rows(self, arrays: Sequence[jax.Array]) -> None:
         """Replaces `arrays()`."""
@@ -520,21 +520,21 @@ def _matches(
       nodes: the positions of nodes of the cache.
     """
     children = jax.tree.leaves(tree, is_leaf=lambda x: x is not tree)
-    found = []
+    nested = []
     for child in children:
         if child is not tree:
-            found += _matches(child, structure, by_row, nodes)
-    if found:
-        return found
+            nested += _matches(child, structure, by_row, nodes)
+    if nested:
+        return nested
     try:
         parts = structure.flatten_up_to(tree)
     except (ValueError, TypeError):
         return []
     places = []
     for part, has_rows in zip(parts, by_row):
-        own = nodes & {*jax.tree.leaves(part)}
-        if len(own) == 1:
-            places.append(*own)
+        of_cache = nodes & {*jax.tree.leaves(part)}
+        if len(of_cache) == 1:
+            places.append(*of_cache)
         elif isinstance(part, int) and not has_rows:
             places.append(part)
         else:

@@ -331,8 +331,8 @@ class KVStore:
           TensorFlow Recommenders Addons, dynamic embedding; HugeCTR, HierarchicalKV.
         """
         table, index = self._keyed(name)
-        found = as_keys(keys)
-        mask = as_where(where, found.shape)
+        int_keys = as_keys(keys)
+        mask = as_where(where, int_keys.shape)
         step = _arguments.static_int("step", step)
         if step >= 2**63:
             raise ValueError(f"KVStore.insert: step must be below 2^63, got {step}.")
@@ -347,7 +347,7 @@ class KVStore:
                     f"{step} after {latest}. The keys of the latest steps belong to "
                     "batches in flight, and must keep their rows."
                 )
-            return table.insert(found, step, mask, depth)
+            return table.insert(int_keys, step, mask, depth)
 
         return self.engine.run(work)
 
@@ -372,8 +372,8 @@ class KVStore:
           array([0, 3, 1], dtype=int32)
         """
         _, index = self._keyed(name)
-        found = as_keys(keys)
-        return self.engine.run(lambda: index.find(found))
+        int_keys = as_keys(keys)
+        return self.engine.run(lambda: index.find(int_keys))
 
     def items(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the keys that have a row, and their rows, by ascending row.
@@ -767,9 +767,9 @@ class KVStore:
             return out
 
         with _progress.progress_reporter("KVStore.pull_all", progress) as report:
-            own = self.engine.run(work)
+            local_rows = self.engine.run(work)
         owners = table.spec.owners
-        return own if owners.count == 1 else of_all_processes(owners, own)
+        return local_rows if owners.count == 1 else of_all_processes(owners, local_rows)
 
     def assign(self, name: str, weights: ArrayLike | SelectedRows) -> None:
         """Sets the weights of rows; the optimizer state does not change.
@@ -975,8 +975,8 @@ class KVStore:
         tables, history = self.engine.tables, self.engine.history
 
         def work():
-            found = _snapshot.changed_since(tables, history, version)
-            return {name: tables[name].ids_of(x) for name, x in found.items()}
+            rows_by_name = _snapshot.changed_since(tables, history, version)
+            return {name: tables[name].ids_of(x) for name, x in rows_by_name.items()}
 
         return self.engine.run(work)
 
@@ -1205,6 +1205,6 @@ def _rows_to_assign(
             "Pass each row once; .coalesce() sums duplicates."
         )
     order = filled[np.argsort(positions[filled])]
-    own = owners.localize(distinct)
-    is_own = own < table.height
-    yield own[is_own], values[order[is_own]].astype(spec.dtype)
+    local_rows = owners.localize(distinct)
+    is_own = local_rows < table.height
+    yield local_rows[is_own], values[order[is_own]].astype(spec.dtype)

@@ -334,11 +334,11 @@ class Table:
         distinct, positions, capacity = places_of(rows, self.height)
         self.touch(distinct)
         weights, *by_row = EarlyRows(self.columns, distinct, capacity).buffers
-        weights, by_row, rest = self.spec.optimizer.update(
+        weights, by_row, other_state = self.spec.optimizer.update(
             weights, by_row, self.rest, distinct.size, positions, values
         )
         self.write(distinct, [x[: distinct.size] for x in (weights, *by_row)])
-        for old, new in zip(self.rest, rest):
+        for old, new in zip(self.rest, other_state):
             old[...] = new
         self.pushes += 1
         self.pushed_rows += distinct.size

@@ -102,9 +102,9 @@ class RowsStep:
             frozen,
         )
         # For `tx`, tables of the store have no gradient, but tables of a cache do.
-        rest, pushed, kept = iter(of_tables), {}, []
+        remaining, pushed, kept = iter(of_tables), {}, []
         for table in places:
-            grad = table if table.name in frozen else next(rest)
+            grad = table if table.name in frozen else next(remaining)
             if is_selected_rows(grad):
                 pushed.setdefault(table.name, []).append(grad)
                 grad = table
@@ -227,11 +227,11 @@ class TrainStep:
           ValueError: the ids of a read depend on rows of a table of the store; the
             batch reads more rows than `capacity`. Nothing has changed.
         """
-        (arrays, static), rest = split(params), split(batch)
-        program = self._ids.program([*arrays, *rest[0]], static, rest[1])
+        (arrays, static), batch_parts = split(params), split(batch)
+        program = self._ids.program([*arrays, *batch_parts[0]], static, batch_parts[1])
         caches = caches_of(params)
         if rows is None:
-            request = self._request(program, caches, [*arrays, *rest[0]])
+            request = self._request(program, caches, [*arrays, *batch_parts[0]])
             pulled = self._engine.pull(request.ids, request.capacity)
             rows = {**pulled, **request.cached}
         elif not isinstance(rows, Mapping) or rows.keys() != program.counts.keys():
@@ -241,12 +241,14 @@ class TrainStep:
                 f"{_CALL}: rows must be the rows of this batch from prefetch, of the "
                 f"tables {sorted(program.counts)}, got {given}."
             )
-        found: dict[str, Any] = dict(rows)
-        for name in caches.keys() & found.keys():
-            prepared = caches[name].prepare(found[name], params, opt_state)
+        step_rows: dict[str, Any] = dict(rows)
+        for name in caches.keys() & step_rows.keys():
+            prepared = caches[name].prepare(step_rows[name], params, opt_state)
             params, opt_state, slots = prepared
-            found[name] = found[name], slots
-        params, opt_state, value, grads = self._step(params, opt_state, rest, found)
+            step_rows[name] = step_rows[name], slots
+        params, opt_state, value, grads = self._step(
+            params, opt_state, batch_parts, step_rows
+        )
         self._step.push(grads)
         return params, opt_state, value
 

@@ -295,16 +295,16 @@ def tables_of(tree: Any) -> list[Any]:
 
 def caches_of(tree: Any) -> dict[str, Cache]:
     """Returns the device caches of the tables in a tree, by name."""
-    found = tables_of(tree)
-    return {table.name: table.cache for table in found if isinstance(table, CachedRows)}
+    tables = tables_of(tree)
+    return {t.name: t.cache for t in tables if isinstance(t, CachedRows)}
 
 
 def put_tables(tree: Any, values: Sequence[Any]) -> Any:
     """Replaces the tree's tables by `values`, in the order of `tables_of`."""
     is_leaf = lambda x: is_table(x) or is_selected_rows(x)
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
-    found = iter(values)
-    return structure.unflatten(next(found) if is_table(x) else x for x in leaves)
+    remaining = iter(values)
+    return structure.unflatten(next(remaining) if is_table(x) else x for x in leaves)
 
 
 # ------------------------------------------------------------------ views
