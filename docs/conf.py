@@ -56,7 +56,6 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # "Args:" says more than they do
-autodoc_preserve_defaults = True
 autodoc_default_options = {
     "members": True,
     "special-members": "__call__",
