@@ -184,9 +184,9 @@ def as_indices(ids: Any, height: int, way_out: str) -> jax.Array:
     Slices, masks and indices of several axes raise a TypeError that ends in `way_out`.
     """
     if ids is None or ids is ... or isinstance(ids, (slice, tuple, bool, np.bool_)):
-        found = "..." if ids is ... else show(ids)
+        shown = "..." if ids is ... else show(ids)
         raise TypeError(
-            f"An index must be an int or an array of integers, got {found}. {way_out}"
+            f"An index must be an int or an array of integers, got {shown}. {way_out}"
         )
     ids = jnp.asarray(saturate(as_integers(ids)))
     ids = ids.astype(index_dtype(height, ids.dtype))

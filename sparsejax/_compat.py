@@ -87,9 +87,9 @@ def is_ref_type(aval: Any) -> bool:
 
 def bind(eqn: Any, args: Sequence[Any]) -> list[Any]:
     """Runs one equation on other inputs, as `eval_jaxpr` does; returns a list."""
-    found = eqn.primitive.get_bind_params(eqn.params)
+    bound = eqn.primitive.get_bind_params(eqn.params)
     # Up to jax 0.9 functions among the parameters are arguments, before the others.
-    functions, params = found if isinstance(found, tuple) else ((), found)
+    functions, params = bound if isinstance(bound, tuple) else ((), bound)
     out = eqn.primitive.bind(*functions, *args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -135,8 +135,8 @@ def frames(eqn: Any) -> list[tuple[str, str, int]]:
     Innermost first, JAX's own frames included. Empty if the stack is not known.
     """
     traceback = eqn.source_info.traceback
-    found = traceback.frames if traceback is not None else ()
-    return [(_shown_name(f.file_name), f.function_name, f.line_num) for f in found]
+    stack = traceback.frames if traceback is not None else ()
+    return [(_shown_name(f.file_name), f.function_name, f.line_num) for f in stack]
 
 
 def _shown_name(file: str) -> str:

@@ -137,7 +137,7 @@ def _find_members(
     archive: zipfile.ZipFile, schema: Mapping[str, ArraySpec]
 ) -> dict[str, tuple[zipfile.ZipInfo, ArraySpec]]:
     """Returns the members of an archive that are in the schema, by array name."""
-    found, names = {}, []
+    members, names = {}, []
     for member in archive.infolist():
         name = member.filename.removesuffix(".npy")
         if name in names:
@@ -146,14 +146,14 @@ def _find_members(
         spec = next((x for form, x in schema.items() if re.fullmatch(form, name)), None)
         if spec is None:
             raise ValueError(f"it has an array of an unknown name, {name!r:.100}")
-        found[name] = member, spec
+        members[name] = member, spec
     required = [form for form, spec in schema.items() if spec.required]
-    if not set(required) <= found.keys():
+    if not set(required) <= members.keys():
         raise ValueError(
             f"expected arrays named {', '.join(required)}, found "
             f"{', '.join(sorted(names)[:20])}"
         )
-    return found
+    return members
 
 
 def _check_header(

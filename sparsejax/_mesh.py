@@ -23,8 +23,8 @@ def partitions(spec: Any) -> tuple[Any, ...]:
 
 def explicit_spec(x: Any) -> tuple[Any, ...]:
     """Returns the partitions of `x` over Explicit mesh axes; () if none shards it."""
-    found = partitions(getattr(jax.typeof(x).sharding, "spec", ()))
-    return found if any(part is not None for part in found) else ()
+    parts = partitions(getattr(jax.typeof(x).sharding, "spec", ()))
+    return parts if any(part is not None for part in parts) else ()
 
 
 def replicate(x: jax.Array) -> jax.Array:

@@ -107,9 +107,9 @@ def _library_of(symbol: str) -> str | None:
     process = ctypes.CDLL(None)
     try:
         address = ctypes.cast(getattr(process, symbol), ctypes.c_void_p)
-        found = _DlInfo()
-        if not process.dladdr(address, ctypes.byref(found)) or not found.file:
+        info = _DlInfo()
+        if not process.dladdr(address, ctypes.byref(info)) or not info.file:
             return None
     except AttributeError:  # musl has no gnu_get_libc_version
         return None
-    return os.path.realpath(os.fsdecode(found.file))
+    return os.path.realpath(os.fsdecode(info.file))

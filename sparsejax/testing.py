@@ -119,9 +119,9 @@ def assert_equals_dense(
             rtol = max([1e-5, *(r for text, r in _RTOL.items() if text in program)])
         rounded = step + 1 if exact else 1
         compare = functools.partial(_compare, step, rtol, atol, rounded)
-        want = dense_gradient(dense[0], batch)
-        compare("the loss", value, want[0])
-        compare("the gradient of params", given, want[1])
+        expected = dense_gradient(dense[0], batch)
+        compare("the loss", value, expected[0])
+        compare("the gradient of params", given, expected[1])
         before, after = start if exact else dense, dense_update(*dense, given, value)
         unread = None, None
         if not exact:
@@ -183,8 +183,8 @@ def _unread(tx: Any, params: Any, grads: Sequence[Any]) -> tuple[list[Any], list
             mask = np.ones(g.height, bool)
             mask[rows[(rows >= 0) & (rows < g.height)]] = False
             of_params[i] = mask = mask.reshape(*g.stack, -1)
-            first, *rest = leaves[i].shape
-            more = jax.ShapeDtypeStruct((first + 1, *rest), leaves[i].dtype)
+            first, *row_shape = leaves[i].shape
+            more = jax.ShapeDtypeStruct((first + 1, *row_shape), leaves[i].dtype)
             taller = shapes([*leaves[:i], more, *leaves[i + 1 :]])
             pairs = enumerate(zip(shapes(leaves), taller))
             of_state = [mask if a != b else of_state[k] for k, (a, b) in pairs]

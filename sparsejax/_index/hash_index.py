@@ -262,16 +262,18 @@ class HashIndex:
                  [4294967295, 4294967295],
                  [         0,        256]], dtype=uint32)
         """
-        found = _as_integers(keys)
-        if isinstance(found, np.ndarray):
-            wide = found.astype(np.int64 if found.dtype.kind == "i" else np.uint64)
+        integers = _as_integers(keys)
+        if isinstance(integers, np.ndarray):
+            wide = integers.astype(
+                np.int64 if integers.dtype.kind == "i" else np.uint64
+            )
             return np.stack(_words_of_wide(wide), axis=-1)
-        if found.dtype.itemsize == 8:
-            return jnp.stack(_words_of_wide(found), axis=-1)
-        low = _word(found)
+        if integers.dtype.itemsize == 8:
+            return jnp.stack(_words_of_wide(integers), axis=-1)
+        low = _word(integers)
         high = jnp.zeros_like(low)
-        if jnp.issubdtype(found.dtype, jnp.signedinteger):
-            high = jnp.where(found < 0, _EMPTY, high)
+        if jnp.issubdtype(integers.dtype, jnp.signedinteger):
+            high = jnp.where(integers < 0, _EMPTY, high)
         return jnp.stack([low, high], axis=-1)
 
     @staticmethod
@@ -292,14 +294,14 @@ class HashIndex:
           >>> sj.HashIndex.join_keys(sj.HashIndex.split_keys([-5, 1 << 40]))
           array([           -5, 1099511627776])
         """
-        found = np.asarray(words)
-        if found.dtype != np.uint32 or found.shape[-1:] != (2,):
+        array = np.asarray(words)
+        if array.dtype != np.uint32 or array.shape[-1:] != (2,):
             raise ValueError(
                 f"{_CALL}.join_keys: words must be uint32 of shape [..., 2], got "
-                f"{_arguments.kind_of(found)}. HashIndex.split_keys makes them."
+                f"{_arguments.kind_of(array)}. HashIndex.split_keys makes them."
             )
-        high = found[..., 1].astype(np.uint64) << np.uint64(32)
-        return (high | found[..., 0].astype(np.uint64)).view(np.int64)
+        high = array[..., 1].astype(np.uint64) << np.uint64(32)
+        return (high | array[..., 0].astype(np.uint64)).view(np.int64)
 
     def owners(self, keys: ArrayLike, num_owners: int) -> jax.Array:
         """Assigns each key to one of several indexes, by a hash.
@@ -597,9 +599,9 @@ def _find_in_buckets(
     # array `[n, 8, words + 1]` between two loops, at a third more time.
     for bucket in (one, two):
         for lane in range(_LANES):
-            *held, found = _slot(slots, bucket, lane)
+            *slot_words, found = _slot(slots, bucket, lane)
             # A slot whose key was evicted still has the key, but no row.
-            for mine, word in zip(held, words, strict=True):
+            for mine, word in zip(slot_words, words, strict=True):
                 found = jnp.where(mine == word, found, _EMPTY)
             row = jnp.minimum(row, found)
     return row
@@ -867,10 +869,10 @@ def _write(
         old = jnp.where(is_taken, old, beyond)
         slots = _set(slots, (old, slots.shape[1] - 1), _EMPTY)
         slot = jnp.where(here, part(claims.slots), beyond)
-        held = (*map(part, claims.words), row.astype(jnp.uint32))
+        contents = (*map(part, claims.words), row.astype(jnp.uint32))
         return (
             begin + chunk,
-            _set(slots, slot, jnp.stack(held, axis=1)),
+            _set(slots, slot, jnp.stack(contents, axis=1)),
             _set(slot_of_row, row, slot),
             _set(counts, row, np.int32(1)),
             _set(last_step, row, step),
@@ -990,11 +992,11 @@ def _count_sightings(
     cells = _take(sketch, (row, column))
     age = (generation - (cells >> 8)) & np.uint32(0xFFFFFF)
     halvings = jnp.clip(age, 1, 32) - 1
-    held = (cells & np.uint32(_MAX_SIGHTINGS)) >> halvings
-    seen = jnp.minimum(jnp.min(held, axis=0) + 1, np.uint32(_MAX_SIGHTINGS))
+    decayed = (cells & np.uint32(_MAX_SIGHTINGS)) >> halvings
+    seen = jnp.minimum(jnp.min(decayed, axis=0) + 1, np.uint32(_MAX_SIGHTINGS))
     # Only cells below `seen` rise: cells above it have counted other keys too. The
     # generation is in the high bits, so `max` keeps the later of two values.
-    written = (generation << 8) | jnp.maximum(held, seen[None])
+    written = (generation << 8) | jnp.maximum(decayed, seen[None])
     column = jnp.where(here[None], column, np.int32(width))
     sketch = sketch.at[row, column].max(
         written, mode="drop", wrap_negative_indices=False

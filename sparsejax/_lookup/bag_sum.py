@@ -168,14 +168,14 @@ def _batch(bind, args, axes, *, spec):
     if axes[0] is not None:  # a table for each example
         one = functools.partial(xla.bag_sum, spec=spec)
         return jax.vmap(one, in_axes=tuple(axes))(*args)
-    table, *rest = args
-    rest = indexing.batch_in_front(rest, axes[1:])
-    size = rest[0].shape[0]
+    table, *others = args
+    others = indexing.batch_in_front(others, axes[1:])
+    size = others[0].shape[0]
     if spec.segmented:
-        rest = _join_examples(*rest, num_bags=spec.num_bags, height=table.shape[0])
-    rest = [indexing.merge_axes(x, 2) for x in rest]
+        others = _join_examples(*others, num_bags=spec.num_bags, height=table.shape[0])
+    others = [indexing.merge_axes(x, 2) for x in others]
     joined = dataclasses.replace(spec, num_bags=size * spec.num_bags)
-    out = bind(table, *rest, spec=joined)
+    out = bind(table, *others, spec=joined)
     return out.reshape(size, spec.num_bags, *out.shape[1:])
 
 

@@ -155,14 +155,16 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
         return csr, num_columns
     # scipy matrices and BCSR are recognized by their attributes, without importing
     # either package. scipy's CSC has the same three arrays with another meaning.
-    known = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
-    if not known or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
-        found = _arguments.kind_of(csr)
-        if known:
-            found += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
+    has_fields = all(
+        hasattr(csr, name) for name in ("indptr", "indices", "data", "shape")
+    )
+    if not has_fields or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
+        kind = _arguments.kind_of(csr)
+        if has_fields:
+            kind += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
         raise TypeError(
             "csr must be a SegmentTensor with values {'index', 'value'}, a scipy "
-            f"CSR matrix or a BCSR, got {found}. Use SegmentTensor.from_csr(indptr, "
+            f"CSR matrix or a BCSR, got {kind}. Use SegmentTensor.from_csr(indptr, "
             "indices, data), or .tocsr() for scipy's other formats."
         )
     if num_columns is not None and num_columns != csr.shape[1]:
@@ -175,10 +177,10 @@ def _elements(csr: SegmentTensor) -> tuple[jax.Array, jax.Array]:
     values = csr.values
     if not isinstance(values, dict) or values.keys() != {"index", "value"}:
         is_dict = isinstance(values, dict)
-        found = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
+        kind = f"a dict of {sorted(values)}" if is_dict else _arguments.kind_of(values)
         raise TypeError(
             "csr's values must be {'index': int[n], 'value': dtype[n]}, got "
-            f"{found}. If every id has weight one, use value=jnp.ones(n)."
+            f"{kind}. If every id has weight one, use value=jnp.ones(n)."
         )
     index, value = values["index"], jnp.asarray(values["value"])
     if value.ndim != 1 or jnp.shape(index) != value.shape:

@@ -267,9 +267,9 @@ def _check_padded(ids: Any, segment_ids: Any, num_segments: Any) -> None:
 def check_combiner(combiner: Any) -> str:
     """Returns `combiner`; raises unless it is the name of one."""
     if combiner not in _COMBINERS:
-        known = ", ".join(map(repr, _COMBINERS))
+        names = ", ".join(map(repr, _COMBINERS))
         raise ValueError(
-            f"combiner must be one of {known}, got {_arguments.show(combiner)}. 'none' "
+            f"combiner must be one of {names}, got {_arguments.show(combiner)}. 'none' "
             "returns the rows without reducing them."
         )
     return combiner

@@ -155,14 +155,14 @@ def check_max_norm(max_norm: Any, dtype: Any) -> float | None:
         return None
     try:
         # A string is rejected, although float("1.0") would accept it.
-        found = float("" if isinstance(max_norm, str) else max_norm)
+        norm = float("" if isinstance(max_norm, str) else max_norm)
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         raise TypeError(
             "max_norm must be a static number or None, got "
             f"{_arguments.show(max_norm)}. Pass a Python float; inside jit it cannot "
             "be a traced argument."
         ) from None
-    if not found > 0:
+    if not norm > 0:
         raise ValueError(
             f"max_norm must be a positive number, got {max_norm}. Leave it out to keep "
             "the rows unscaled."
@@ -172,7 +172,7 @@ def check_max_norm(max_norm: Any, dtype: Any) -> float | None:
             f"max_norm needs a floating-point table, got {dtype}. Cast the table, or "
             "leave max_norm out."
         )
-    return found
+    return norm
 
 
 # ------------------------------------------------------------------ reading
@@ -205,14 +205,14 @@ def _read(
         # JAX's own fill value; one of NaN in the call would compile again each time.
         return table.at[wanted].get(mode=mode, wrap_negative_indices=False)
     if is_pulled:
-        rows, found = table.find(wanted)
+        rows, is_valid = table.find(wanted)
     else:
         is_array = not is_quantized(table)
         rows = indexing.take_rows(table, wanted) if is_array else table.get(wanted)
-        found = indexing.in_range(wanted, height)
+        is_valid = indexing.in_range(wanted, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
         return rows  # with zeros for ids that read no row
-    bad = ~found if padding is None else ~(found | padding)
+    bad = ~is_valid if padding is None else ~(is_valid | padding)
     if mode == "error":
         check_none(table, bad, ids)
     bad = indexing.append_axes(bad, rows.ndim)

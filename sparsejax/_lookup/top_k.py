@@ -214,13 +214,15 @@ class Search:
             return scores.at[query, column].set(-jnp.inf, mode="drop")
 
         def step(best, begin):
-            scores, found = best
+            scores, best_ids = best
             first = jnp.minimum(begin, height - chunk)
             top, place = lax.top_k(scores_of(first, begin), min(k, chunk))
             scores = jnp.concatenate([scores, top], axis=1)
-            found = jnp.concatenate([found, first + place.astype(found.dtype)], axis=1)
+            best_ids = jnp.concatenate(
+                [best_ids, first + place.astype(best_ids.dtype)], axis=1
+            )
             scores, place = lax.top_k(scores, k)
-            return (scores, jnp.take_along_axis(found, place, axis=1)), None
+            return (scores, jnp.take_along_axis(best_ids, place, axis=1)), None
 
         begins = np.arange(0, height, chunk).astype(within.dtype)
         like = jax.eval_shape(scores_of, begins[0], begins[0])
@@ -242,10 +244,10 @@ class Search:
     # -- private -----------------------------------------------------------------
 
     def _scores(self, queries: jax.Array, rows: jax.Array) -> jax.Array:
-        scores, want = self.score(queries, rows), (queries.shape[0], len(rows))
-        if not isinstance(scores, jax.Array) or scores.shape != want:
+        scores, dims = self.score(queries, rows), (queries.shape[0], len(rows))
+        if not isinstance(scores, jax.Array) or scores.shape != dims:
             raise ValueError(
-                f"score must return [B, C] for queries [B, D] and C rows, {want} here, "
+                f"score must return [B, C] for queries [B, D] and C rows, {dims} here, "
                 f"got {_arguments.kind_of(scores)}."
             )
         return scores.astype(indexing.float_accumulator_dtype(scores.dtype))

@@ -161,8 +161,8 @@ def search_sorted(ascending: jax.Array, x: jax.Array, side: str = "left") -> jax
     def halve(_, limits):
         low, high = limits
         middle = low + ((high - low) >> 1)
-        found = ascending.at[middle].get(mode="clip", wrap_negative_indices=False)
-        is_before = (found < x if side == "left" else found <= x) & (low < high)
+        at_middle = ascending.at[middle].get(mode="clip", wrap_negative_indices=False)
+        is_before = (at_middle < x if side == "left" else at_middle <= x) & (low < high)
         one = np.int32(1)
         return jnp.where(is_before, middle + one, low), jnp.where(
             is_before, high, middle
@@ -186,8 +186,8 @@ def running_count(mask: jax.Array) -> jax.Array:
     count = lax.population_count(word)
     before = jnp.cumsum(count, dtype=jnp.uint32) - count
     up_to = word[:, None] & ((bits << np.uint32(1)) - np.uint32(1))
-    found = before[:, None] + lax.population_count(up_to)
-    return found.astype(jnp.int32).reshape(-1)[:n]
+    counts = before[:, None] + lax.population_count(up_to)
+    return counts.astype(jnp.int32).reshape(-1)[:n]
 
 
 def positions(mask: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:

@@ -124,19 +124,19 @@ def first_slots(rows: jax.Array, height: int) -> jax.Array:
     high = (rows >> 32).astype(jnp.uint32) if rows.dtype.itemsize > 4 else None
 
     def turn(state):
-        k, found = state
+        k, first = state
         # Odd factors that differ in many bits (multiplicative hashing: Knuth, 6.4).
         factor = np.uint32(0x9E3779B1) + k * np.uint32(0x85EBCA6A)
         mixed = low * factor
         if high is not None:
             mixed += high * (factor ^ np.uint32(0xC2B2AE34))
         cell = lax.shift_right_logical(mixed, np.uint32(32 - bits)).astype(jnp.int32)
-        waits = found < 0
+        waits = first < 0
         cell = jnp.where(waits, cell, cells)
         winners = jnp.full((1 << bits,), none).at[cell].min(slots, mode="drop")
         winner = jnp.minimum(winners[jnp.minimum(cell, cells - 1)], none - 1)
-        found = jnp.where(waits & (rows[winner] == rows), winner, found)
-        return k + np.uint32(1), found
+        first = jnp.where(waits & (rows[winner] == rows), winner, first)
+        return k + np.uint32(1), first
 
     start = jnp.where(indexing.in_range(rows, height), np.int32(-1), none)
     waiting = lambda state: jnp.any(state[1] < 0)

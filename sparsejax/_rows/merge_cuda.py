@@ -54,8 +54,8 @@ def merge_each(
     """
     alike = collections.defaultdict(list)
     for k, (rows, values, _) in enumerate(gradients):
-        own = k if values.size > _MAX_STACKED else None
-        alike[rows.shape, rows.dtype, values.shape, values.dtype, own].append(k)
+        alone = k if values.size > _MAX_STACKED else None
+        alike[rows.shape, rows.dtype, values.shape, values.dtype, alone].append(k)
     merged: dict[int, Any] = {}
     for group in alike.values():
         if len(group) == 1:
@@ -64,8 +64,8 @@ def merge_each(
         rows, values, heights = zip(*(gradients[k] for k in group))
         ids = jnp.stack(rows)
         limits = jnp.asarray(heights, ids.dtype)
-        found = jax.vmap(merge_rows)(ids, jnp.stack(values), limits)
-        merged |= {k: tuple(x[i] for x in found) for i, k in enumerate(group)}
+        stacked = jax.vmap(merge_rows)(ids, jnp.stack(values), limits)
+        merged |= {k: tuple(x[i] for x in stacked) for i, k in enumerate(group)}
     return [merged[k] for k in range(len(gradients))]
 
 
@@ -133,11 +133,11 @@ def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
     if chunks > 1:
         goes_on = f[1:, 0]
         firsts = jnp.pad(goes_on & ends[:-1, 0], (1, 0))
-        rest = indexing.zero_unless(
+        later = indexing.zero_unless(
             goes_on, run_sums(sums[:, 0], firsts, _CHUNK_OF_SUMS)[1:]
         )
-        rest = jnp.pad(rest, ((0, 1),) + ((0, 0),) * (rest.ndim - 1))
-        sums = sums + indexing.zero_unless(ends, rest[:, None])
+        later = jnp.pad(later, ((0, 1),) + ((0, 0),) * (later.ndim - 1))
+        sums = sums + indexing.zero_unless(ends, later[:, None])
     return sums.reshape(chunks * chunk, *values.shape[1:])[:n]
 
 

@@ -367,8 +367,8 @@ class QuantizedTable:
         wide = indexing.accumulator_dtype(indexing.promote(mine.dtype, theirs.dtype))
         weight = _arguments.to_array(weight, "weight", "a number").astype(wide)
         if weight.ndim:
-            found = _arguments.kind_of(weight)
-            raise ValueError(f"weight must be a scalar, got {found}.")
+            kind = _arguments.kind_of(weight)
+            raise ValueError(f"weight must be a scalar, got {kind}.")
         mean = (1 - weight) * mine.astype(wide) + weight * theirs.astype(wide)
         return self.requantize(mean, key)
 
@@ -477,16 +477,16 @@ class QuantizedTable:
                 "np.uint8).reshape(rows, -1)."
             )
         tail = 2 * pair_dtype.itemsize
-        held = (fused.shape[1] - tail) * (8 // bits)
-        if held < 1:
+        num_codes = (fused.shape[1] - tail) * (8 // bits)
+        if num_codes < 1:
             raise ValueError(
                 f"fused must have at least {tail + 1} columns, one code and {tail} "
                 f"bytes of scale and bias, got {fused.shape[1]}. Check bits and "
                 "scale_dtype."
             )
-        features = held if features is None else features
+        features = num_codes if features is None else features
         features = _arguments.static_int("features", features, 1)
-        if features > held or features <= held - 8 // bits:
+        if features > num_codes or features <= num_codes - 8 // bits:
             raise ValueError(
                 f"features={features} needs {_num_bytes(features, bits)} bytes of "
                 f"codes, but with scale and bias of {pair_dtype.name} a row of "

@@ -162,10 +162,10 @@ def _flat_rows(table: jax.Array, rows: Any):
 def _flat_values(name: str, values: Any, shape, table: jax.Array) -> jax.Array:
     """Returns `values` with the axes of `rows` merged into one."""
     values = _arguments.to_array(values, name)
-    want = (*shape, *table.shape[1:])
-    if values.shape != want:
+    expected = (*shape, *table.shape[1:])
+    if values.shape != expected:
         raise ValueError(
-            f"{name} must have shape rows.shape + table.shape[1:] = {want}, got "
+            f"{name} must have shape rows.shape + table.shape[1:] = {expected}, got "
             f"{values.shape}. They are not broadcast; use jnp.broadcast_to."
         )
     return values.reshape(math.prod(shape), *table.shape[1:])

@@ -210,8 +210,8 @@ class SelectedRows(metaclass=_InErrors):
             )
         if row_ids.is_sealed(ids) and values is not None:
             slots = len(ids.shape) - self._row_ndim
-            want = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
-            if ids.shape != want:
+            expected = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
+            if ids.shape != expected:
                 raise ValueError(
                     "A function of the leaves of a SelectedRows changed their shapes: "
                     f"row ids {ids.shape}, values {values}. {_WAYS_OUT}"
@@ -270,8 +270,8 @@ class SelectedRows(metaclass=_InErrors):
         ids, values = self._ids, _arguments.show_spec(self.values)
         with contextlib.suppress(TypeError, ValueError):  # leaves that do not fit
             ids = self.rows
-        known = _arguments.is_concrete(ids) and ids.ndim == 1
-        if not known or not jnp.issubdtype(ids.dtype, jnp.integer):
+        is_concrete = _arguments.is_concrete(ids) and ids.ndim == 1
+        if not is_concrete or not jnp.issubdtype(ids.dtype, jnp.integer):
             rows = _arguments.show_spec(ids)
             return f"SelectedRows(rows={rows}, values={values}, {self._show_height()})"
         ids = np.asarray(ids)
@@ -580,8 +580,8 @@ class SelectedRows(metaclass=_InErrors):
                     "Call jax.jit(optax.apply_updates)(params, updates), or jit the "
                     "whole step."
                 )
-            known = known_sum(self, other)
-            return _add_to_array(other, self) if known is None else known
+            total = known_sum(self, other)
+            return _add_to_array(other, self) if total is None else total
         if isinstance(other, (int, float)) and other == 0:
             return self  # sum() starts with 0
         raise TypeError(
@@ -663,8 +663,8 @@ def with_known_sum(rows: Rows, array: Any, total: Any) -> Rows:
 
 def known_sum(rows: SelectedRows, array: Any) -> Any:
     """Returns the `array + rows` that `with_known_sum` noted, or None."""
-    known, values, total = vars(rows).get("_known_sum", (None, None, None))
-    return total if known is array and values is rows.values else None
+    table, values, total = vars(rows).get("_known_sum", (None, None, None))
+    return total if table is array and values is rows.values else None
 
 
 def concatenate(parts: Sequence[Rows]) -> Rows:

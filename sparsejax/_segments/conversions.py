@@ -159,8 +159,8 @@ def offsets_to_lengths(offsets: ArrayLike) -> jax.Array:
       >>> sj.offsets_to_lengths([0, 1, 4, 4, 6])
       Array([1, 3, 0, 2], dtype=int32)
     """
-    known = as_offsets(offsets, from_zero=False)
-    return jnp.asarray((known[1:] - known[:-1]).astype(_index_dtype(offsets)))
+    checked = as_offsets(offsets, from_zero=False)
+    return jnp.asarray((checked[1:] - checked[:-1]).astype(_index_dtype(offsets)))
 
 
 def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
@@ -183,9 +183,9 @@ def lengths_to_ranges(lengths: ArrayLike) -> jax.Array:
     References:
       Caffe2, `LengthsToRanges`.
     """
-    known, dtype = as_lengths(lengths), _index_dtype(lengths)
-    begins = _offsets_of(known, dtype)[:-1]
-    return jnp.stack([jnp.asarray(begins), jnp.asarray(known.astype(dtype))], axis=1)
+    checked, dtype = as_lengths(lengths), _index_dtype(lengths)
+    begins = _offsets_of(checked, dtype)[:-1]
+    return jnp.stack([jnp.asarray(begins), jnp.asarray(checked.astype(dtype))], axis=1)
 
 
 def segment_ids_to_ranges(
@@ -325,9 +325,9 @@ def _as_vector(x: Any, name: str, axis: str) -> Any:
 def _ids_and_count(ids: Any, num_segments: int | None) -> tuple[Any, int]:
     """Returns segment ids, as a NumPy array if known, and the number of segments."""
     ids = _as_vector(ids, "segment_ids", "n")
-    known = isinstance(ids, np.ndarray)
+    is_numpy = isinstance(ids, np.ndarray)
     if num_segments is None:
-        if not known:
+        if not is_numpy:
             raise ValueError(
                 "Inside jit the largest segment id is unknown, but the result needs a "
                 "static size. Pass num_segments, a static int."
@@ -335,7 +335,7 @@ def _ids_and_count(ids: Any, num_segments: int | None) -> tuple[Any, int]:
         return ids, int(ids.max(initial=-1)) + 1
     num_segments = _arguments.static_int("num_segments", num_segments)
     # 64-bit ids would wrap if JAX indexes with 32 bits.
-    return ids if known else _arguments.as_ids(ids, num_segments), num_segments
+    return ids if is_numpy else _arguments.as_ids(ids, num_segments), num_segments
 
 
 # ------------------------------------------------------------------ computing
@@ -365,11 +365,11 @@ def _index_dtype(x: Any) -> Any:
 
 def _offsets_of(lengths: Any, dtype: Any) -> Any:
     """Returns offsets `[K + 1]`, a NumPy array if the lengths are one."""
-    known = isinstance(lengths, np.ndarray)
-    if known and lengths.sum() > np.iinfo(dtype).max:
+    is_numpy = isinstance(lengths, np.ndarray)
+    if is_numpy and lengths.sum() > np.iinfo(dtype).max:
         raise ValueError(
             f"The lengths sum to {lengths.sum()}, which overflows int32. Set "
             "jax_enable_x64, or split the data."
         )
-    xp = np if known else jnp
+    xp = np if is_numpy else jnp
     return xp.pad(xp.cumsum(lengths, dtype=dtype), (1, 0))

@@ -53,7 +53,7 @@ def as_elements(values: Any) -> Any:
 
 def as_array(x: Any, name: str) -> jax.Array | np.ndarray:
     """Returns `x` as a JAX or NumPy array with at least one axis, or raises."""
-    found = _arguments.kind_of(x)
+    kind = _arguments.kind_of(x)
     if not isinstance(x, (jax.Array, np.ndarray)):
         try:
             x = jnp.asarray(x)
@@ -62,10 +62,10 @@ def as_array(x: Any, name: str) -> jax.Array | np.ndarray:
         except (TypeError, ValueError):
             x = None
     if x is not None and x.dtype == object:  # strings, or integers of over 64 bits
-        x, found = None, "an array of Python objects"
+        x, kind = None, "an array of Python objects"
     if x is None:
         raise TypeError(
-            f"{name} must be an array of numbers, got {found}. For lists of unequal "
+            f"{name} must be an array of numbers, got {kind}. For lists of unequal "
             "lengths use SegmentTensor.from_lists."
         )
     if x.ndim == 0:
@@ -95,14 +95,14 @@ def check_count(values: Any, want: Any = None, other: str = "") -> int:
     """Returns the number of elements; raises unless all leaves have it, and `want`."""
     for path, x in leaves_with_path(values):
         shape = getattr(x, "shape", ())
-        found = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
+        count = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
         name = jax.tree_util.keystr(path)
         if want is None:
-            want, other = found, f"values{name}"
-        if found != want:
+            want, other = count, f"values{name}"
+        if count != want:
             raise ValueError(
                 f"values{name} must have as many elements as {other}, {want}, got "
-                f"{found}. All leaves must have the same first axis; the elements of a "
+                f"{count}. All leaves must have the same first axis; the elements of a "
                 "nested SegmentTensor are its segments."
             )
     if want is None:

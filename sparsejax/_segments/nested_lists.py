@@ -187,8 +187,8 @@ def _type_names(items: Any) -> str:
 
 def write(values: Any, segment_ids: Any, num_segments: int) -> Any:
     """Returns each array of `values` as lists, one list of elements per segment."""
-    known = [segment_ids, *jax.tree.leaves(values)]
-    if not all(map(conversions.is_known, known)):
+    arrays = [segment_ids, *jax.tree.leaves(values)]
+    if not all(map(conversions.is_known, arrays)):
         raise TypeError(
             "Inside jit the values are unknown, so they cannot become lists. Return "
             "the SegmentTensor from the jitted function, and call .to_lists() outside."
@@ -239,8 +239,8 @@ def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
     if len(jax.tree.leaves(innermost)) != 1 or not hasattr(innermost, "dtype"):
         return [repr(x)]
     arrays = [segment_ids, *jax.tree.leaves(x)]
-    known = all(conversions.is_known(a) and a.ndim == 1 for a in arrays)
-    if not known or jax.dtypes.float0 in [a.dtype for a in arrays]:
+    is_shown = all(conversions.is_known(a) and a.ndim == 1 for a in arrays)
+    if not is_shown or jax.dtypes.float0 in [a.dtype for a in arrays]:
         return [_arguments.show_spec(x) if x is innermost else repr(x)]
     limit = _MAX_SHOWN if x is innermost else _MAX_SHOWN_NESTED
     ids = np.asarray(segment_ids)

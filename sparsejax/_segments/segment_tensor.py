@@ -495,16 +495,16 @@ class SegmentTensor:
         values = elements.as_elements(values)
         n = elements.check_count(values)
         size = n if capacity is None else _arguments.check_capacity(capacity)
-        known = isinstance(lengths, np.ndarray)
-        total = int(lengths.sum()) if known else lengths.sum()
-        if known and total > n:
+        is_numpy = isinstance(lengths, np.ndarray)
+        total = int(lengths.sum()) if is_numpy else lengths.sum()
+        if is_numpy and total > n:
             raise ValueError(
                 f"The segments have {total} elements in all, but values has only {n}. "
                 "The sum of lengths, or the last offset, must not exceed the number "
                 "of elements."
             )
         elements.check_fits(values, total, n, size)
-        if not known:
+        if not is_numpy:
             valid = valid & jnp.all(lengths >= 0) & (total <= min(n, size))
             values = elements.nan_unless(valid, values)
         ids = conversions.segment_ids_of(lengths, size)
@@ -595,9 +595,9 @@ class SegmentTensor:
         sizes = _as_sizes("max_length", max_length)
         longest, *inner = *sizes, None
         st, lengths = self.sort(), self.lengths
-        known = conversions.is_known(lengths)
+        is_known = conversions.is_known(lengths)
         if longest is None:
-            if not known:
+            if not is_known:
                 raise ValueError(
                     "Inside jit the length of the longest segment is unknown, but the "
                     "result needs a static size. Pass max_length, an int, or for "
@@ -605,7 +605,7 @@ class SegmentTensor:
                 )
             longest = int(np.asarray(lengths).max(initial=0))
         # The position of each entry [S, L] in the sorted elements; n for the padding.
-        xp, lengths = (np, np.asarray(lengths)) if known else (jnp, lengths)
+        xp, lengths = (np, np.asarray(lengths)) if is_known else (jnp, lengths)
         begins = xp.cumsum(lengths, dtype=xp.int32) - lengths
         column = xp.arange(longest, dtype=xp.int32)[None, :]
         filled = column < xp.minimum(lengths, np.int32(longest))[:, None]
@@ -738,11 +738,11 @@ def _as_sizes(name: str, sizes: Any) -> tuple[int | None, ...]:
 def _as_filler(filler: Any, dtype: Any) -> np.ndarray:
     """Returns `filler` in the dtype of the values, or raises if it cannot be cast."""
     try:
-        found, value = np.asarray(filler).item(), np.array(filler, dtype)
+        number, value = np.asarray(filler).item(), np.array(filler, dtype)
     except (OverflowError, TypeError, ValueError):
-        found = value = None
+        number = value = None
     rounds = jnp.issubdtype(dtype, jnp.inexact)  # NaN, and 0.1 in float32
-    if value is None or not (rounds or value.item() == found):
+    if value is None or not (rounds or value.item() == number):
         raise ValueError(
             f"filler={_arguments.show(filler)} cannot be represented in {dtype}, the "
             "dtype of the values. Pass a value of that dtype that no element has."
@@ -762,13 +762,13 @@ def _positions(counts: Any, capacity: int | None) -> tuple[Any, Any]:
     if capacity is not None:
         capacity = _arguments.check_capacity(capacity)
     if conversions.is_known(counts):
-        found = np.repeat(np.arange(n, dtype=np.int32), np.asarray(counts))
-        kept = found[:capacity]
-        size = found.size if capacity is None else capacity
-        return np.pad(kept, (0, size - kept.size), constant_values=n), found.size
+        repeated = np.repeat(np.arange(n, dtype=np.int32), np.asarray(counts))
+        kept = repeated[:capacity]
+        size = repeated.size if capacity is None else capacity
+        return np.pad(kept, (0, size - kept.size), constant_values=n), repeated.size
     size = n if capacity is None else capacity
-    (found,) = jnp.nonzero(counts, size=size, fill_value=n)
-    return found.astype(jnp.int32), jnp.sum(counts, dtype=jnp.int32)
+    (repeated,) = jnp.nonzero(counts, size=size, fill_value=n)
+    return repeated.astype(jnp.int32), jnp.sum(counts, dtype=jnp.int32)
 
 
 def _rows_of(positions: Any, shape: Sequence[int]) -> Any:

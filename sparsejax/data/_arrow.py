@@ -125,7 +125,7 @@ def ids_of_table(
     Returns:
       A dict of int32 `[n]`, or of SegmentTensors for columns of lists.
     """
-    known, parts = {name: k for k, name in enumerate(names)}, {}
+    numbers, parts = {name: k for k, name in enumerate(names)}, {}
     for batch in batches(table):
         parts = parts or {name: [] for name in names if name in batch}
         if not parts:
@@ -134,12 +134,12 @@ def ids_of_table(
             )
         for name, column in zip(parts, select(batch, list(parts))):
             words = as_words(column, name)
-            parts[name].append((ids_of(known[name], words), words.lengths))
-    return {name: _join(own) for name, own in parts.items()}
+            parts[name].append((ids_of(numbers[name], words), words.lengths))
+    return {name: _join(pieces) for name, pieces in parts.items()}
 
 
 def _join(parts: list[tuple[np.ndarray, np.ndarray | None]]) -> Any:
-    ids = np.concatenate([own for own, _ in parts])
+    ids = np.concatenate([ids_of_part for ids_of_part, _ in parts])
     of_parts = [lengths for _, lengths in parts if lengths is not None]
     if not of_parts:
         return ids

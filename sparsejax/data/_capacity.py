@@ -171,11 +171,11 @@ def measure(
             continue
         lengths = _columns.lengths(column)
         levels = []
-        for depth, (own, size) in enumerate(
+        for depth, (counts, size) in enumerate(
             zip(lengths, _by_level(given, len(lengths)))
         ):
             level_name = f"{name}, level {depth}" if len(lengths) > 1 else name
-            levels.append(_as_level(level_name, own, sampler, size, risk))
+            levels.append(_as_level(level_name, counts, sampler, size, risk))
         columns.append(tuple(levels))
     always_fits = all(lv.always_fits for levels in columns for lv in levels)
     return Buckets(tuple(columns), spill and not always_fits)

@@ -180,7 +180,7 @@ def lengths(column: Ragged) -> list[np.ndarray]:
 
     Levels of the same depth in a tree share an entry, the maximum of their lengths.
     """
-    own = np.diff(column.offsets)
+    outer = np.diff(column.offsets)
     inner: list[np.ndarray] = []
     for child in _ragged_leaves(column):
         for depth, counts in enumerate(lengths(child)):
@@ -190,7 +190,7 @@ def lengths(column: Ragged) -> list[np.ndarray]:
                 inner.append(in_row)
             else:
                 inner[depth] = np.maximum(inner[depth], in_row)
-    return [own, *inner]
+    return [outer, *inner]
 
 
 def _ragged_leaves(column: Ragged) -> list[Ragged]:

@@ -145,11 +145,11 @@ def _hash(words: Any, salt: int, size: int) -> np.ndarray:
     # The matrix is as wide as its longest word, so its size is bounded.
     step = max(_MAX_CELLS // max(int(lengths.max(initial=0)), 1), 1)
     for at in range(0, len(lengths), step):
-        own, begin = lengths[at : at + step], starts[at : at + step]
-        places = begin[:, None] + np.arange(int(own.max()))
+        word_lengths, begin = lengths[at : at + step], starts[at : at + step]
+        places = begin[:, None] + np.arange(int(word_lengths.max()))
         matrix = text[np.minimum(places, len(text) - 1)]
-        hashed = hash_words(matrix, own, salt) % np.uint64(size - 1)
-        ids[at : at + step] = np.where(own > 0, hashed + np.uint64(1), 0)
+        hashed = hash_words(matrix, word_lengths, salt) % np.uint64(size - 1)
+        ids[at : at + step] = np.where(word_lengths > 0, hashed + np.uint64(1), 0)
     return ids
 
 

@@ -170,12 +170,15 @@ class DataLoader:
         return self._last
 
     def __repr__(self) -> str:
-        own = self._sampler
-        shown = [f"{own.num_rows} rows", f"{len(self)} batches of {own.batch_size}"]
-        if own.shuffle:
-            shown.append(f"shuffle=True, seed={own.seed}")
-        if own.shard[1] > 1:
-            shown.append(f"shard={own.shard}")
+        sampler = self._sampler
+        shown = [
+            f"{sampler.num_rows} rows",
+            f"{len(self)} batches of {sampler.batch_size}",
+        ]
+        if sampler.shuffle:
+            shown.append(f"shuffle=True, seed={sampler.seed}")
+        if sampler.shard[1] > 1:
+            shown.append(f"shard={sampler.shard}")
         lines = [f"DataLoader({', '.join(shown)})", *self._buckets.lines()]
         return "\n  ".join(lines)
 
@@ -187,11 +190,13 @@ class DataLoader:
         rows, a tuple of ints, outermost first. None if all columns are arrays. With
         `overflow="spill"` this is the first capacity.
         """
-        own = [s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[0]]
-        given = [size for size in own if size is not None]
+        capacities = [
+            s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[0]
+        ]
+        given = [size for size in capacities if size is not None]
         if len(given) == 1:
             return given[0]
-        return self._dataset.join(own) if given else None
+        return self._dataset.join(capacities) if given else None
 
     # -- the state ---------------------------------------------------------------
 

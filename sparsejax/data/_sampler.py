@@ -68,8 +68,8 @@ class Sampler:
         count = self.shard[1]
         out = np.zeros((count, len(self)), np.int64)
         for index in range(count):
-            own = lengths[rows[index::count]]
+            shard_lengths = lengths[rows[index::count]]
             edges = np.arange(len(self) + 1) * self.batch_size
-            sums = np.concatenate([[0], np.cumsum(own)])
-            out[index] = np.diff(sums[np.minimum(edges, len(own))])
+            sums = np.concatenate([[0], np.cumsum(shard_lengths)])
+            out[index] = np.diff(sums[np.minimum(edges, len(shard_lengths))])
         return out

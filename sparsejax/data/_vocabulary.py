@@ -59,15 +59,15 @@ class Column:
 
     def encode(self, words: _arrow.Words) -> np.ndarray:
         """Returns the ids of words, int32 `[n]`."""
-        known = self.sorted_words
+        vocab = self.sorted_words
         lengths, _ = _arrow.lengths_and_bytes(words.distinct)
         per_word = np.zeros(len(lengths), np.int32)
         # A longer word is unknown, and NumPy would pad all other words to its length.
-        is_short = lengths <= known.dtype.itemsize
-        if len(known):
-            keys = np.array(words.distinct.filter(is_short).to_pylist(), known.dtype)
-            at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-            per_word[is_short] = np.where(known[at] == keys, self.ids[at], np.int32(0))
+        is_short = lengths <= vocab.dtype.itemsize
+        if len(vocab):
+            keys = np.array(words.distinct.filter(is_short).to_pylist(), vocab.dtype)
+            at = np.minimum(np.searchsorted(vocab, keys), len(vocab) - 1)
+            per_word[is_short] = np.where(vocab[at] == keys, self.ids[at], np.int32(0))
         return per_word[words.places]
 
     def decode(self, ids: np.ndarray, missing: str | int | None) -> np.ndarray:
@@ -237,10 +237,12 @@ class Vocabulary:
         )
 
     def __repr__(self) -> str:
-        groups = [(", ".join(own), len(self.columns[own[0]])) for own in self._groups()]
+        groups = [
+            (", ".join(names), len(self.columns[names[0]])) for names in self._groups()
+        ]
         # A comma separates the columns of a group, so groups need another sign.
         sign = "; " if len(groups) < len(self.columns) else ", "
-        return f"Vocabulary({sign.join(f'{own}: {n} ids' for own, n in groups)})"
+        return f"Vocabulary({sign.join(f'{names}: {n} ids' for names, n in groups)})"
 
     def _groups(self) -> list[list[str]]:
         """Returns the columns that share their words."""
@@ -623,9 +625,9 @@ def _by_group(
             )
     of_groups = []
     for group in groups:
-        own = {limits[name] for name in group if name in limits} or {default}
-        of_groups.append(own.pop())
-        if own:
+        group_limits = {limits[name] for name in group if name in limits} or {default}
+        of_groups.append(group_limits.pop())
+        if group_limits:
             raise ValueError(
                 f"{argument} must be the same for the columns {group}, which share a "
                 f"vocabulary, got {given}."

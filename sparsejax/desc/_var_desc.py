@@ -96,18 +96,18 @@ def describe(
     """
     variables = _variables(tree, "", 0)
     paths = [path for path, _, _ in variables]
-    own: list[Any] = list(names) if isinstance(names, list | tuple) else paths
+    labels: list[Any] = list(names) if isinstance(names, list | tuple) else paths
     if callable(names):
-        own = [names(path) for path in paths]
-    if len(own) != len(paths) or len(set(own)) < len(own):
+        labels = [names(path) for path in paths]
+    if len(labels) != len(paths) or len(set(labels)) < len(labels):
         raise ValueError(
             f"describe: names must have one name for each of the {len(paths)} "
-            f"variables of the tree ({', '.join(paths)}), all different, got {own}."
+            f"variables of the tree ({', '.join(paths)}), all different, got {labels}."
         )
     keep = persistable if callable(persistable) else lambda _: persistable
     return [
         _describe_one(name, value, level, bool(keep(name)))
-        for name, (_, value, level) in zip(own, variables)
+        for name, (_, value, level) in zip(labels, variables)
     ]
 
 

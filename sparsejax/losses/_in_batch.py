@@ -90,8 +90,8 @@ def in_batch_softmax_loss(
         log_q = _arguments.as_floats(log_q, "log_q")
         scores -= _of_candidates("log_q", log_q, count).astype(scores.dtype)[None]
 
-    own = jnp.eye(size, count, dtype=bool)
-    is_negative = ~own
+    is_own = jnp.eye(size, count, dtype=bool)
+    is_negative = ~is_own
     if candidate_ids is not None:
         ids = _arguments.as_integers(candidate_ids, "candidate_ids")
         ids = jnp.asarray(elements.narrow(ids, "candidate_ids"))
@@ -107,7 +107,7 @@ def in_batch_softmax_loss(
         hardest, _ = jax.lax.top_k(others, _compat.min_dim(n, count))
         scores = jnp.concatenate([right[:, None], hardest], axis=1)
     else:
-        scores = jnp.where(is_negative | own, scores, -jnp.inf)
+        scores = jnp.where(is_negative | is_own, scores, -jnp.inf)
     return jax.nn.logsumexp(scores, axis=1) - right
 
 

@@ -285,8 +285,8 @@ class NegativeSampler:
         of_cell, of_bits = jax.random.split(key)
         cell = jax.random.randint(of_cell, shape, 0, self.num_ids, dtype)
         bits = jax.random.bits(of_bits, shape, jnp.uint32)
-        own = bits < indexing.take_rows(self.table.threshold, cell)
-        return jnp.where(own, cell, indexing.take_rows(self.table.alias, cell))
+        keeps_cell = bits < indexing.take_rows(self.table.threshold, cell)
+        return jnp.where(keeps_cell, cell, indexing.take_rows(self.table.alias, cell))
 
     def _draw_until_full(
         self, key: jax.Array, shape: tuple[int, ...], unique: bool, exclude: Any
@@ -464,17 +464,17 @@ def _check_counts(counts: Any) -> np.ndarray:
         raise TypeError(f"counts must be known on the host, got {shown}. {fix}")
     want, fix = "an array of numbers [V], one per id", "See Vocabulary.counts(column)."
     try:
-        found = np.asarray(counts, np.float64)
+        array = np.asarray(counts, np.float64)
     except (TypeError, ValueError):
         shown = _arguments.kind_of(counts)
         raise TypeError(f"counts must be {want}, got {shown}. {fix}") from None
-    if found.ndim != 1 or not found.size:
-        raise ValueError(f"counts must be {want}, got shape {found.shape}. {fix}")
-    bad = ~((found >= 0) & (found < np.inf))
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"counts must be {want}, got shape {array.shape}. {fix}")
+    bad = ~((array >= 0) & (array < np.inf))
     if bad.any():
-        shown = f"{found[bad][0]} for id {np.argmax(bad)}"
+        shown = f"{array[bad][0]} for id {np.argmax(bad)}"
         raise ValueError(f"counts must be finite and 0 or more, got {shown}.")
-    return found
+    return array
 
 
 def _check_power(power: Any) -> float:

@@ -28,10 +28,10 @@ def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
 
 def as_scalar(x: Any, name: str, dtype: Any) -> jax.Array:
     """Returns `x`, a number or a scalar array, as a scalar of `dtype`."""
-    found = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
-    found, want = _arguments.as_array(found), "a number or a scalar array"
-    if not isinstance(found, jax.Array):
+    array = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
+    array, want = _arguments.as_array(array), "a number or a scalar array"
+    if not isinstance(array, jax.Array):
         raise TypeError(f"{name} must be {want}, got {_arguments.show(x)}.")
-    if found.ndim:
+    if array.ndim:
         raise ValueError(f"{name} must be {want}, got {_arguments.show(x)}.")
-    return found.astype(dtype)
+    return array.astype(dtype)

@@ -215,13 +215,13 @@ class SparseBlock(abc.ABC):
         Raises:
           ValueError: two blocks use the same name for different tables.
         """
-        found: dict[str, TableSpec] = {}
+        specs: dict[str, TableSpec] = {}
         owners: dict[str, SparseBlock] = {}
         for block in _blocks([*_layer_fields(self).values()]):
             for name, spec in block.tables().items():
                 owner = owners.setdefault(name, block)
-                if found.setdefault(name, spec) != spec:
-                    why = f", of shapes {found[name].shape} and {spec.shape}"
+                if specs.setdefault(name, spec) != spec:
+                    why = f", of shapes {specs[name].shape} and {spec.shape}"
                 elif owner is not block and getattr(type(block), "name", "") == name:
                     why = ", the default"  # both have the class's default
                 else:
@@ -232,7 +232,7 @@ class SparseBlock(abc.ABC):
                     "SparseEmbedding(..., name='user'). To share one table, use the "
                     "same block twice, or give both blocks the same name and sizes."
                 )
-        return found
+        return specs
 
     def init(self, key: jax.Array) -> Any:
         """Makes the dense parameters of each field that is a layer, by field name."""
@@ -327,13 +327,15 @@ def _layer_fields(block: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(block):
         fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
-    known = getattr(block, "__dict__", {})
+    attributes = getattr(block, "__dict__", {})
     for kind in type(block).__mro__:
-        known = {**vars(kind), **known}
-    if stray := [n for n, x in known.items() if n not in fields and _is_layered(x)]:
-        owner, found = type(block).__name__, " and ".join(map(repr, stray))
+        attributes = {**vars(kind), **attributes}
+    if stray := [
+        n for n, x in attributes.items() if n not in fields and _is_layered(x)
+    ]:
+        owner, names = type(block).__name__, " and ".join(map(repr, stray))
         raise TypeError(
-            f"{owner}: the layers in {found} are not dataclass fields, so tables() "
+            f"{owner}: the layers in {names} are not dataclass fields, so tables() "
             f"and init(key) cannot find them. Make {owner} a frozen dataclass with "
             "annotated fields: @dataclasses.dataclass(frozen=True), then item: "
             "SparseEmbedding = SparseEmbedding(...). Or override tables() and "

@@ -54,8 +54,8 @@ class Elements(SegmentTensor):
     @classmethod
     def tree_unflatten(cls, static, children):
         """Rebuilds without checks, since JAX may pass any objects as children."""
-        *own, columns = static
-        self = super().tree_unflatten(tuple(own), children)
+        *elements, columns = static
+        self = super().tree_unflatten(tuple(elements), children)
         self.__dict__["columns"] = columns
         return self
 

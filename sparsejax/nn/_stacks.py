@@ -299,7 +299,7 @@ def _number_segments(
     for x in tensors:
         last = _arguments.scalar(max(x.num_segments - 1, 0), x.segment_ids)
         inside = indexing.in_range(x.segment_ids, x.num_segments)
-        own = jnp.where(inside, x.segment_ids, last).astype(wide)
-        ids.append(own + np.array(base, wide))
+        segment_ids = jnp.where(inside, x.segment_ids, last).astype(wide)
+        ids.append(segment_ids + np.array(base, wide))
         base += x.num_segments
     return _join(ids), count, all(x.is_sorted for x in tensors)

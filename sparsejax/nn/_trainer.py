@@ -354,11 +354,14 @@ class Trainer:
 
     def _check_table(self, name: str, spec: Any) -> None:
         """Raises if the store's table has another shape or dtype than the block's."""
-        have, want = self.store.spec(name), (tuple(spec.shape), jnp.dtype(spec.dtype))
-        if (have.shape, have.dtype) != want:
+        have, expected = (
+            self.store.spec(name),
+            (tuple(spec.shape), jnp.dtype(spec.dtype)),
+        )
+        if (have.shape, have.dtype) != expected:
             raise ValueError(
                 f"{_CALL}: the store's table {name!r} has shape {have.shape} and dtype "
-                f"{have.dtype}, but {self._name} needs {want[0]} and {want[1]}."
+                f"{have.dtype}, but {self._name} needs {expected[0]} and {expected[1]}."
             )
 
     def _check_trainable(self, name: str) -> None:
@@ -441,13 +444,13 @@ def _check_params(params: Any, store: Any) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(
         params, is_leaf=is_selected_rows
     ):
-        found = "a SelectedRows" if is_selected_rows(leaf) else None
+        kind = "a SelectedRows" if is_selected_rows(leaf) else None
         if isinstance(leaf, str) and leaf in store:
-            found = f"the name of the store's table {leaf!r}"
-        if found is not None:
+            kind = f"the name of the store's table {leaf!r}"
+        if kind is not None:
             raise TypeError(
                 f"{_CALL}: the dense parameter {jax.tree_util.keystr(path)} is "
-                f"{found}, whose rows belong to the store. Leave it out of params, "
+                f"{kind}, whose rows belong to the store. Leave it out of params, "
                 "return its ids from row_ids, and read it from `tables` in "
                 "sparse_forward."
             )

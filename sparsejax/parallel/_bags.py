@@ -60,9 +60,9 @@ def reduce_bags(
         out = _padded_bags(owners, rows, skip, weights, combiner)
         out = remove_padding(out, count)
         if owners.is_explicit:
-            rest = (None,) * (out.ndim - len(spec))
+            unsharded = (None,) * (out.ndim - len(spec))
             out = jax.sharding.reshard(
-                out, owners.sharding(PartitionSpec(*spec, *rest))
+                out, owners.sharding(PartitionSpec(*spec, *unsharded))
             )
     else:
         segments = pad_examples(owners, segment_ids, -1), num_segments

@@ -218,10 +218,10 @@ def restore(
             )
         with _reading(place):
             # Orbax refuses a tree without arrays.
-            found = is_stored
+            restored = is_stored
             if jax.tree.leaves(is_stored):
-                found = checkpointer.restore(key, args=args)
-            return _as_tree(like, found, metadata[_SUMS])
+                restored = checkpointer.restore(key, args=args)
+            return _as_tree(like, restored, metadata[_SUMS])
 
 
 @contextlib.contextmanager
@@ -315,8 +315,8 @@ def _describe(tree: Any) -> dict[str, str]:
 
 
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_table)
-    return [(jax.tree_util.keystr(path) or "at the root", x) for path, x in found]
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_table)
+    return [(jax.tree_util.keystr(path) or "at the root", x) for path, x in leaves]
 
 
 def _is_table(x: Any) -> bool:
@@ -332,17 +332,19 @@ def _is_table(x: Any) -> bool:
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Returns the differences in words, five at most; empty if there are none."""
-    found = [f"{name} was not saved" for name in wanted if name not in saved]
-    found += [
+    differences = [f"{name} was not saved" for name in wanted if name not in saved]
+    differences += [
         f"{name} was saved but is missing" for name in saved if name not in wanted
     ]
     both = saved.keys() & wanted.keys()
-    found += [
+    differences += [
         f"{name} is {wanted[name]}, saved was {saved[name]}"
         for name in both
         if wanted[name] != saved[name]
     ]
-    return "; ".join(sorted(found)[:5]) + (" and more" if len(found) > 5 else "")
+    return "; ".join(sorted(differences)[:5]) + (
+        " and more" if len(differences) > 5 else ""
+    )
 
 
 # ------------------------------------------------------------------ leaves
@@ -530,11 +532,11 @@ def _values_like(table: ShardedTable, rows: Any) -> Any:
         values = jax.block_until_ready(_from_blocks(table_by_id))
     if isinstance(table.values, np.ndarray):
         return np.asarray(values)
-    found = getattr(table.values, "sharding", None)
-    if isinstance(found, NamedSharding) and found.mesh == table.mesh:
-        if found.is_equivalent_to(table.sharding, table.ndim):
+    sharding = getattr(table.values, "sharding", None)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == table.mesh:
+        if sharding.is_equivalent_to(table.sharding, table.ndim):
             # Spelled the same, so that a jitted step is not recompiled.
-            return jax.device_put(values, found)
+            return jax.device_put(values, sharding)
     return jax.device_put(values, table.sharding)
 
 

@@ -131,8 +131,8 @@ def cost_table_wise(
     layout = balance(heights, (each @ bags).tolist(), num_groups)
     most = np.zeros(len(reads))
     for group in range(num_groups):
-        own = np.asarray(layout.groups) == group
-        most = np.maximum(most, bags[:, own].sum(axis=1))
+        in_group = np.asarray(layout.groups) == group
+        most = np.maximum(most, bags[:, in_group].sum(axis=1))
     members = devices // num_groups
     hops = num_groups - 1 + (members - 1) * num_groups
     whole = spec.shape[0] * row + sum(state)

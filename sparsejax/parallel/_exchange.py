@@ -156,8 +156,8 @@ class Owners:
         """Turns positions into this owner's row numbers; R for rows of other owners."""
         first = lax.axis_index(self.axes).astype(positions.dtype)
         rows = positions - first * _arguments.scalar(self.rows, positions)
-        own = indexing.in_range(rows, self.rows)
-        return jnp.where(own, rows, _arguments.scalar(self.rows, rows))
+        is_own = indexing.in_range(rows, self.rows)
+        return jnp.where(is_own, rows, _arguments.scalar(self.rows, rows))
 
     def all_to_all(self, x: jax.Array) -> jax.Array:
         """`x [N, ...]`: `x[j]` goes to owner j, and comes back from it."""
@@ -444,12 +444,12 @@ def _read_here(
     rounds = Rounds.of(owners, slots, positions)
     # Each position is answered in one round, at one place of that round.
     owner = positions // _arguments.scalar(owners.rows, positions)
-    known = owner < _arguments.scalar(owners.count, owner)
-    owner = jnp.where(known, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
+    is_valid = owner < _arguments.scalar(owners.count, owner)
+    owner = jnp.where(is_valid, owner, _arguments.scalar(0, owner)).astype(jnp.int32)
     within = rounds.slot - rounds.first[owner]
     slot = within % np.int32(slots)
     place = owner * np.int32(slots) + slot
-    sent_before = jnp.where(known, within - slot, np.int32(-1))
+    sent_before = jnp.where(is_valid, within - slot, np.int32(-1))
 
     def one_round(sent, rows):
         answers = _read_own_rows(values, owners.all_to_all(rounds.ids(sent)))

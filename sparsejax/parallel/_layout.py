@@ -283,8 +283,8 @@ class TableWise:
         pick = lambda xs: _pick(np.asarray(xs)[order], at, positions)
         ids = (number - pick(first)) * m + jnp.remainder(part, m)
         zero, none = _scalars(ids, 0, height)
-        known = (ids >= zero) & (ids < pick(self.heights))
-        return jnp.where(known, ids + pick(self.starts), none)
+        is_row = (ids >= zero) & (ids < pick(self.heights))
+        return jnp.where(is_row, ids + pick(self.starts), none)
 
     def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
         """Returns the owner device's number of each id in range; runs on the host."""
@@ -299,8 +299,8 @@ class TableWise:
         m, offsets = shards // self.num_groups, _group_rows(self, shards)[0]
         for k, (start, rows) in enumerate(zip(self.starts.tolist(), self.heights)):
             if self.groups[k] == shard // m:
-                own = range(start + min(shard % m, rows), start + rows, m)
-                yield int(offsets[k]), own
+                ids = range(start + min(shard % m, rows), start + rows, m)
+                yield int(offsets[k]), ids
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
         """Returns stored rows in the order of ids, `[V, ...]`."""
@@ -361,8 +361,8 @@ def _scalars(like: jax.Array, *numbers: int) -> Iterator[Any]:
 
 def _last_at_most(ascending: np.ndarray, x: jax.Array) -> jax.Array:
     """Returns the index of the last element that is at most x; 0 if there is none."""
-    found = jnp.searchsorted(jnp.asarray(ascending.astype(x.dtype)), x, side="right")
-    return jnp.maximum(found - 1, 0)
+    after = jnp.searchsorted(jnp.asarray(ascending.astype(x.dtype)), x, side="right")
+    return jnp.maximum(after - 1, 0)
 
 
 def _pick(values: Any, at: jax.Array, like: jax.Array) -> jax.Array:

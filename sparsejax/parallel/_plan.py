@@ -439,14 +439,14 @@ def _overrule(
     tables: Sequence[TablePlan], layouts: Mapping[str, str]
 ) -> tuple[Sequence[TablePlan], dict[str, str]]:
     """Gives the tables the layouts in `layouts`; also returns these by whole name."""
-    known = {table.name: table for table in tables}
+    by_name = {table.name: table for table in tables}
     chosen: dict[str, str] = {}
     for given, layout in layouts.items():
-        name = _whole_name(given, known)
-        if layout not in known[name].costs:
+        name = _whole_name(given, by_name)
+        if layout not in by_name[name].costs:
             raise ValueError(
                 f"sparsejax.parallel.plan: the layout of {name} must be one of "
-                f"{', '.join(known[name].costs)}, got {layout!r}. Columns must be a "
+                f"{', '.join(by_name[name].costs)}, got {layout!r}. Columns must be a "
                 "multiple of the devices; table-wise layouts need stacks=, several "
                 "devices, and reads of single ids or bags of one length."
             )

@@ -72,15 +72,15 @@ def reads_in_loss(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> Re
     params = jax.tree.map(as_array, params, is_leaf=is_sharded)
     traced = trace_call(fun, 0, False, None, (params, batch), {})
     plan = find_tables(traced)
-    found: dict[int, list[Read]] = {leaf.position: [] for leaf in plan.tables}
+    by_leaf: dict[int, list[Read]] = {leaf.position: [] for leaf in plan.tables}
     ids = _ids_of(plan)
     for number, site in enumerate(plan.run.sites):
         if site.num_rows:
             own_ids = None if ids is None else ids[number]
-            found[site.table].append(Read(site.num_rows, own_ids, site.per_output))
+            by_leaf[site.table].append(Read(site.num_rows, own_ids, site.per_output))
     leaves = [leaf.value for leaf in traced.leaves]
     names = [leaf.name for leaf in traced.leaves]
-    reads = [found.get(leaf.position) or None for leaf in traced.leaves]
+    reads = [by_leaf.get(leaf.position) or None for leaf in traced.leaves]
     return leaves, traced.tree, names, reads
 
 
@@ -93,8 +93,8 @@ def _ids_of(plan: Any) -> list[np.ndarray] | None:
     deltas = jax.eval_shape(plan.zero_deltas)
     program = ids_program(plan.walk, deltas, inputs)
     inputs = [x for x, needed in zip(inputs, program.needs_input) if needed]
-    known = *program.consts, *inputs
-    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in known):
+    values = *program.consts, *inputs
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in values):
         return None
     zeros = [
         jnp.zeros(x.shape, x.dtype)

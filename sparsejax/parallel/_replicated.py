@@ -347,12 +347,12 @@ def _gather(
     if capacity is None or capacity >= x.capacity:
         return with_slots(x, gather(x.rows), gather(x.values))
     merged, overflow = x.coalesce(capacity, return_overflow=True)
-    rest = lax.axis_size(axes) * (x.capacity - capacity)
+    num_empty = lax.axis_size(axes) * (x.capacity - capacity)
 
     def merged_rows():
         rows, values = gather(merged.rows), gather(merged.values)
-        empty = jnp.full((rest,), x.height, rows.dtype)
-        nothing = jnp.zeros((rest, *values.shape[1:]), values.dtype)
+        empty = jnp.full((num_empty,), x.height, rows.dtype)
+        nothing = jnp.zeros((num_empty, *values.shape[1:]), values.dtype)
         return jnp.concatenate([rows, empty]), jnp.concatenate([values, nothing])
 
     def all_rows():

@@ -139,8 +139,8 @@ class ShardedRows(SelectedRows):
             return concatenate([self, other])
         if is_selected_rows(other) or np.ndim(other) == 0:
             return self.everywhere().__add__(other)
-        known = known_sum(self, other)
-        return _add_to(other, self) if known is None else known
+        total = known_sum(self, other)
+        return _add_to(other, self) if total is None else total
 
     __radd__ = __add__
 
@@ -159,8 +159,8 @@ def _at_owners(f: Callable, rows: ShardedRows, *args: Any) -> jax.Array:
     owners, spec = rows.owners, rows.owners.table_spec
 
     def body(positions, values, *args):
-        own = owners.to_own_rows(positions)
-        return f(SelectedRows(own, values, owners.rows), *args)
+        own_rows = owners.to_own_rows(positions)
+        return f(SelectedRows(own_rows, values, owners.rows), *args)
 
     in_specs = (spec,) * (2 + len(args))
     return owners.shard_map(

@@ -178,11 +178,11 @@ class ShardedTable(RowTable):
     @property
     def sharding(self) -> NamedSharding:
         """How `values` are sharded."""
-        rest = ()
+        unsharded = ()
         if AxisType.Explicit in self.mesh.axis_types and self.values is not None:
             # Spelled as in JAX's types, so that a jitted step is not recompiled.
-            rest = (None,) * (self.ndim - 1)
-        return NamedSharding(self.mesh, PartitionSpec(self.axis, *rest))
+            unsharded = (None,) * (self.ndim - 1)
+        return NamedSharding(self.mesh, PartitionSpec(self.axis, *unsharded))
 
     def __repr__(self) -> str:
         if hasattr(self.values, "dtype") and hasattr(self.values, "shape"):
@@ -248,9 +248,9 @@ class ShardedTable(RowTable):
         spec = () if self.layout.is_arithmetic else explicit_spec(ids)
         # Over Explicit axes JAX cannot gather by sharded indices.
         ids = replicate(ids) if spec else ids
-        found = self.layout.position(ids, self.height, self.num_shards)
-        found = reshard(found, spec, self.mesh) if spec else found
-        return jnp.where(named, found, _arguments.scalar(length, ids))
+        positions = self.layout.position(ids, self.height, self.num_shards)
+        positions = reshard(positions, spec, self.mesh) if spec else positions
+        return jnp.where(named, positions, _arguments.scalar(length, ids))
 
     def ids_at(self, position: ArrayLike) -> jax.Array:
         """Inverts `position`; `height` for padding and out of range."""
@@ -605,8 +605,8 @@ def check_axis(mesh: Any, axis: Any) -> str | tuple[str, ...]:
 
 def constrain(x: jax.Array, mesh: Any, *spec: Any) -> jax.Array:
     """Shards `x` as `PartitionSpec(*spec)`, over Explicit and Auto axes alike."""
-    rest = (None,) * (x.ndim - len(spec))
-    sharding = NamedSharding(mesh, PartitionSpec(*spec, *rest))
+    unsharded = (None,) * (x.ndim - len(spec))
+    sharding = NamedSharding(mesh, PartitionSpec(*spec, *unsharded))
     if any(kind == AxisType.Explicit for kind in mesh.axis_types):
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)

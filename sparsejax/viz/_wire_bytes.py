@@ -209,9 +209,11 @@ class _Program:
         inside: list[_Instruction] = []
         for line in text.splitlines():
             if match := _LINE.match(line):
-                shape, rest = _until_closed(match[2], " ")
-                opcode, _, rest = rest.strip().partition("(")
-                _, attributes = _until_closed("(" + rest, "")  # without the operands
+                shape, remainder = _until_closed(match[2], " ")
+                opcode, _, remainder = remainder.strip().partition("(")
+                _, attributes = _until_closed(
+                    "(" + remainder, ""
+                )  # without the operands
                 inside.append(_Instruction(opcode, shape, attributes))
             elif match := _HEADER.match(line):
                 inside = self.computations.setdefault(match[2], [])
@@ -234,8 +236,8 @@ class _Program:
                 continue
             runs = [self.run(inner, loop_trips, branch) for _, inner in called]
             if opcode == "while":
-                known = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
-                trips = int(known[1]) if known else loop_trips
+                trip_count = re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes)
+                trips = int(trip_count[1]) if trip_count else loop_trips
                 times = {"body": trips, "condition": trips + 1}
                 runs = [
                     [dataclasses.replace(c, times=c.times * times[a]) for c in run]
@@ -299,8 +301,8 @@ def _until_closed(text: str, end: str) -> tuple[str, str]:
     Without a parenthesis at its start, up to `end`.
     """
     if not text.startswith("("):
-        first, _, rest = text.partition(end)
-        return first, rest
+        first, _, remainder = text.partition(end)
+        return first, remainder
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1

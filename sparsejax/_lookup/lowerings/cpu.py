@@ -118,14 +118,14 @@ def _sum_fixed(
     the users of the sums. In one loop with a division or a root they would not be
     vectorized.
     """
-    rest = () if weights is None else (weights,)
+    optional = () if weights is None else (weights,)
     return lax.cond(
         jnp.all(indexing.in_range(ids, table.shape[0])),
         functools.partial(_add_blocks, xla.weighted_rows_in_range, None),
         functools.partial(_add_blocks, xla.weighted_rows, None),
         table,
         ids,
-        *rest,
+        *optional,
     )
 
 
@@ -198,11 +198,11 @@ def _sum_pieces(
         # The bag of a piece is the number of bags whose pieces end before it.
         bag = jnp.zeros((count,), jnp.int32).at[ends].add(np.int32(1), mode="drop")
         bag = jnp.cumsum(bag, dtype=jnp.int32)
-        known = jnp.minimum(bag, np.int32(num_bags - 1))
-        first = ends[known] - pieces[known]
+        safe_bag = jnp.minimum(bag, np.int32(num_bags - 1))
+        first = ends[safe_bag] - pieces[safe_bag]
         number = jnp.arange(count, dtype=jnp.int32) - first
-        start = offsets[known] + number * np.int32(length)
-        end = jnp.where(bag < num_bags, offsets[known + 1], start)
+        start = offsets[safe_bag] + number * np.int32(length)
+        end = jnp.where(bag < num_bags, offsets[safe_bag + 1], start)
         # The last window would end behind the elements; it begins earlier.
         at = jnp.minimum(start, np.int32(n - length))
         places = at[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
@@ -211,8 +211,10 @@ def _sum_pieces(
         cut = jax.vmap(lambda x, k: lax.dynamic_slice_in_dim(x, k, length), (None, 0))
         some = jnp.where(inside, cut(ids, at), _arguments.scalar(table.shape[0], ids))
         if bits is None:
-            rest = () if weights is None else (jnp.where(inside, cut(weights, at), 0),)
-            total = _add_columns(xla.weighted_rows, bits, table, some, *rest)
+            optional = (
+                () if weights is None else (jnp.where(inside, cut(weights, at), 0),)
+            )
+            total = _add_columns(xla.weighted_rows, bits, table, some, *optional)
         else:
             # As two arrays: XLA would compute an array [..., 2] again for each code.
             scale, bias = (jnp.where(inside, cut(weights[:, k], at), 0) for k in (0, 1))

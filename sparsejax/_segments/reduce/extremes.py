@@ -149,8 +149,8 @@ def segment_top_k(
       Caffe2, `LengthsTopK`; `jax.lax.top_k`.
     """
     k = _arguments.static_int("k", k)
-    n, rest = x.shape[0], x.shape[1:]
-    columns = x.reshape(n, math.prod(rest))
+    n, row_shape = x.shape[0], x.shape[1:]
+    columns = x.reshape(n, math.prod(row_shape))
     fixed = lax.stop_gradient(columns)
     lowest = jnp.array(identity("max", x.dtype), x.dtype)
     place = lax.iota(jnp.int32, n)
@@ -160,20 +160,20 @@ def segment_top_k(
         """Takes the first of the largest remaining elements of each segment."""
         top = segments.scatter("max", lowest, jnp.where(remaining, fixed, lowest))
         largest = remaining & is_extreme(fixed, top, segments)
-        found = jnp.where(largest, place[:, None], none)
-        found = segments.scatter("min", none, found)
-        return remaining & (place[:, None] != segments.broadcast(found)), found
+        winners = jnp.where(largest, place[:, None], none)
+        winners = segments.scatter("min", none, winners)
+        return remaining & (place[:, None] != segments.broadcast(winners)), winners
 
     # Computed from the data: inside `shard_map` it must vary over the same axes.
     members = segments.mask(jnp.ones_like(fixed, bool))
-    _, found = lax.scan(take, members, length=k)
-    found = jnp.moveaxis(found, 0, 1)  # [count, k, columns]
-    is_there = found < n
+    _, winners = lax.scan(take, members, length=k)
+    winners = jnp.moveaxis(winners, 0, 1)  # [count, k, columns]
+    is_there = winners < n
 
-    values = jnp.zeros(found.shape, x.dtype)
+    values = jnp.zeros(winners.shape, x.dtype)
     if n:  # JAX cannot gather from an empty axis
         column = lax.iota(jnp.int32, columns.shape[1])[None, None, :]
-        values = columns.at[found, column].get(mode="clip")
+        values = columns.at[winners, column].get(mode="clip")
         values = jnp.where(is_there, values, jnp.zeros((), x.dtype))
     if empty is not None:
         values = fill(values, ~is_there, empty)
@@ -183,8 +183,8 @@ def segment_top_k(
     ids = lax.iota(order.segments.ids.dtype, segments.count)
     begin = indexing.search_sorted(order.segments.ids, ids)
     inside = order.back(place - order.segments.broadcast(begin))
-    positions = jnp.where(is_there, indexing.take_rows(inside, found), -1)
-    shape = (segments.count, k, *rest)
+    positions = jnp.where(is_there, indexing.take_rows(inside, winners), -1)
+    shape = (segments.count, k, *row_shape)
     return values.reshape(shape), positions.reshape(shape)
 
 

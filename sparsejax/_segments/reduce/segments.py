@@ -287,13 +287,13 @@ def check_numbers(data: jax.Array) -> None:
 
 def _docstring(f: Any, kind: str, empty: str, per_element: bool) -> str:
     """Returns the docstring of `f` with the sections that all functions share."""
-    head, returns, rest = inspect.cleandoc(f.__doc__ or "").partition("Returns:\n")
-    head, _, own = head.partition("Args:\n")
+    head, returns, details = inspect.cleandoc(f.__doc__ or "").partition("Returns:\n")
+    head, _, own_args = head.partition("Args:\n")
     missing = "elements outside all segments" if per_element else "an empty segment"
-    data, own = _DATA[kind], own.rstrip() and f"{own.rstrip()}\n"
-    args = _ARGS.format(data=data, own=own, missing=missing, empty=empty)
-    rest, example, last = rest.partition("Example:\n")
-    return f"{head}{args}{returns}{rest}{_RAISES}{example}{last}"
+    data, own_args = _DATA[kind], own_args.rstrip() and f"{own_args.rstrip()}\n"
+    args = _ARGS.format(data=data, own=own_args, missing=missing, empty=empty)
+    details, example, last = details.partition("Example:\n")
+    return f"{head}{args}{returns}{details}{_RAISES}{example}{last}"
 
 
 # ------------------------------------------------------------------ arguments
@@ -366,16 +366,16 @@ def check_arguments(
         )
     ids = _arguments.as_ids(ids, count, "segment_ids")
     try:
-        found = lax.GatherScatterMode.from_any(mode)
+        parsed = lax.GatherScatterMode.from_any(mode)
     except (TypeError, ValueError):
-        found = lax.GatherScatterMode.ONE_HOT
-    if found is lax.GatherScatterMode.ONE_HOT:
+        parsed = lax.GatherScatterMode.ONE_HOT
+    if parsed is lax.GatherScatterMode.ONE_HOT:
         raise ValueError(
             f"mode must be 'drop', 'clip' or None, got {_arguments.show(mode)}. With "
             "'clip', elements whose id is out of range go to the first or last "
             "segment; otherwise they are dropped."
         )
-    if found is lax.GatherScatterMode.CLIP:
+    if parsed is lax.GatherScatterMode.CLIP:
         is_unique = False  # several elements may go to the last segment
         ids = jnp.clip(
             ids, _arguments.scalar(0, ids), _arguments.scalar(max(count - 1, 0), ids)

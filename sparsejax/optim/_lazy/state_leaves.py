@@ -138,7 +138,7 @@ def find(
                         k,
                     )
         owners.append(owner if owner in tables else None)
-    blocked = {t: found for t, found in blocked.items() if t in tables}
+    blocked = {t: reason for t, reason in blocked.items() if t in tables}
     return StateLeaves(tuple(owners), blocked, state, by_leaf, program)
 
 

@@ -127,22 +127,22 @@ def init(tx_init: Callable, params: Any) -> Any:
             continue
         is_concrete = _arguments.is_concrete(leaf)
         if owner is not None:
-            want = _sharding(tables[owner].mesh, leaf, tables[owner].spec[0])
+            leaf_sharding = _sharding(tables[owner].mesh, leaf, tables[owner].spec[0])
         elif len(leaf.sharding.device_set) == 1 if is_concrete else not leaf.ndim:
-            want = _sharding(mesh, leaf)
+            leaf_sharding = _sharding(mesh, leaf)
         elif not is_concrete and all(
             kind == AxisType.Explicit for kind in mesh.axis_types
         ):
             # The type of the leaf includes its sharding. Write it in full, so that the
             # state a step returns has the same type.
             spec = jax.typeof(leaf).sharding.spec
-            want = _sharding(mesh, leaf, *spec[: leaf.ndim])
+            leaf_sharding = _sharding(mesh, leaf, *spec[: leaf.ndim])
         else:
             continue
         if not is_concrete:
-            leaves[k] = _constrain(leaf, want)
-        elif not leaf.sharding.is_equivalent_to(want, leaf.ndim):
-            leaves[k] = jax.device_put(leaf, want)
+            leaves[k] = _constrain(leaf, leaf_sharding)
+        elif not leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim):
+            leaves[k] = jax.device_put(leaf, leaf_sharding)
     return treedef.unflatten(leaves)
 
 
