@@ -61,9 +61,19 @@ class Optimizer:
 
     def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any, name: str):
         spec, leaf = jax.ShapeDtypeStruct(shape, dtype), jax.tree.structure(0)
-        _check_without_path(tx, spec, name)
         self._programs = _programs(tx)
-        self._programs.check(spec)
+        try:
+            self._programs.check(spec)
+        except state_leaves.InitError as error:
+            cause = error.__cause__
+            raise ValueError(
+                f"sparsejax.store: tx.init of table {name!r} raises "
+                f"{type(cause).__name__} for the table alone, which is all that a "
+                "store gives it. In place of a tree of labels, masks or capacities, or "
+                "of a function that decides by path, pass the transformation, mask or "
+                f"capacity of this table. The error: {' '.join(str(cause).split())}"
+            ) from error
+        _check_without_path(tx, spec, name)
         following = state_leaves.find(tx.init, leaf, (spec,), (0,))
         nodes = jax.tree.leaves(following.state, is_leaf=is_ema_state)
         if any(map(is_ema_state, nodes)):
@@ -142,11 +152,7 @@ def _check_without_path(tx: Any, spec: Any, name: str) -> None:
         named = program(lambda x: {name: x})
     except Exception:  # its functions are for a table alone
         return
-    try:
-        is_same = not any(differences(named, program(lambda x: x)))
-    except (AttributeError, LookupError, TypeError, ValueError):
-        is_same = False
-    if not is_same:
+    if any(differences(named, program(lambda x: x))):
         raise ValueError(
             f"sparsejax.store: tx of table {name!r} has a mask or label function that "
             f"decides by path: for {{{name!r}: table}} it does something else than for "

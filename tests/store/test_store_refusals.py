@@ -167,3 +167,17 @@ def test_a_function_that_decides_by_path_is_refused():
         new_store(optax.partition(txs, raises))
     by_rank = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     new_store(optax.masked(optax.add_decayed_weights(0.1), by_rank))
+
+
+def test_a_tree_of_several_parameters_is_refused():
+    """Of labels, masks or capacities: a store's transformation sees its table alone."""
+    adam, trees = sj.optim.lazy(optax.adam(0.1)), ["w", "other"]
+    decay = optax.add_decayed_weights(0.1)
+    for tx in (
+        optax.partition({"w": adam, "other": adam}, dict(zip(trees, trees))),
+        sj.optim.lazy(optax.partition({"w": adam}, {"w": "w"})),
+        optax.chain(optax.masked(decay, {"w": True, "other": False}), adam),
+        sj.optim.accumulate(adam, 2, {"w": 8, "other": None}),
+    ):
+        with pytest.raises(ValueError, match="the table alone.* pass the .* of this"):
+            new_store(tx)
