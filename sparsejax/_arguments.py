@@ -425,15 +425,16 @@ def flag_leaves(
     return result
 
 
-def has_float_rows(x: Any, rank: int = 1) -> bool:
-    """Returns True if `x` is an array or a spec of real floats of at least this rank.
+def is_float_array(x: Any, rank: int = 0, kind: Any = jnp.inexact) -> bool:
+    """Returns True if `x` is an array or a spec of floats of at least this rank.
 
-    With rank 2, it is a table unless the user says that it is not.
+    With rank 2, it is a table unless the user says that it is not. `jnp.floating` as
+    `kind` leaves out complex numbers.
     """
     dtype = getattr(x, "dtype", None)
     if dtype is None or len(x.shape) < rank:
         return False
-    return jnp.issubdtype(dtype, jnp.floating)
+    return jnp.issubdtype(dtype, kind)
 
 
 def check_capacity(capacity: Any, name: str = "capacity") -> int:

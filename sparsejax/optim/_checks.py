@@ -51,7 +51,7 @@ def check_state(state: Any, expected: Any) -> None:
         fits = not isinstance(parts, Mapping) or isinstance(state, Mapping)
     if not fits:
         raise TypeError(
-            f"The optimizer state has a {type(state).__name__} in place of a "
+            f"The optimizer state has {type(state).__name__} in place of "
             f"{kind.__name__}. Pass the state of this transformation; a checkpoint "
             "keeps its types if you restore into tx.init(params)."
         )

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from sparsejax import _arguments
@@ -147,13 +146,6 @@ def reshaped(spec: Any, shape: Sequence[int]) -> Any:
     """Makes a spec of the same kind and dtype with another shape."""
     kind = StackSpec if isinstance(spec, StackSpec) else jax.ShapeDtypeStruct
     return kind(tuple(shape), spec.dtype)
-
-
-def is_float_array(spec: Any) -> bool:
-    """Returns True if a leaf is an array of floats with at least one axis."""
-    if is_none_or_masked(spec) or not spec.shape:
-        return False
-    return jnp.issubdtype(spec.dtype, jnp.inexact)
 
 
 def arrays(specs: Sequence[Any]) -> list[Any]:

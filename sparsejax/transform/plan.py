@@ -202,10 +202,10 @@ def _may_be_table(leaf: Leaf, strict: bool) -> bool:
         leaf.reason = "is a SelectedRows: its gradient has the same rows"
         return False
     dtype, shape = jnp.result_type(leaf.value), jnp.shape(leaf.value)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        leaf.reason = "not real floating point"
-    elif not shape:
+    if not shape:
         leaf.reason = "a scalar has no rows"
+    elif not _arguments.is_float_array(leaf.value, kind=jnp.floating):
+        leaf.reason = "not real floating point"
     elif not isinstance(shape[0], int):
         leaf.reason = f"the number of its rows, {shape[0]}, is not a constant"
     elif not _arguments.has_index_dtype(shape[0]):

@@ -533,7 +533,7 @@ def test_what_is_wrong_is_said():
         with pytest.raises(TypeError, match=r"exact\(optax\.chain\(\.\.\.\)\)"):
             exact_value_and_grad(loss_fn, tx)
     lazy = sj.optim.lazy(optax.sgd(0.5, momentum=0.5))
-    with pytest.raises(TypeError, match="ExactState in place of a tuple"):
+    with pytest.raises(TypeError, match="ExactState in place of tuple"):
         lazy.update(gradient([3]), state, params)
     with pytest.raises(TypeError, match="restore into tx.init"):
         MOMENTUM.update(gradient([3]), lazy.init(params), params)

@@ -175,6 +175,21 @@ def test_clips_by_the_norm_of_merged_rows():
     assert np.isclose(dense_of(table.rows, table.values, V)[1], -3 / 5)
 
 
+@pytest.mark.parametrize("complex_leaf", ["table", "w"])
+def test_complex_leaves_are_clipped_as_optax_does(complex_leaf):
+    params = {"table": jnp.ones((40, 2)), "w": jnp.full((2, 3), 0.5)}
+    params[complex_leaf] = params[complex_leaf] * (1 + 2j)
+    ids = jnp.array([1, 7, 7])
+    loss = lambda p: jnp.sum(jnp.abs(p["table"][ids] @ p["w"]) ** 2)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+    want, _ = tx.update(jax.grad(loss)(params), tx.init(params), params)
+    want = optax.apply_updates(params, want)
+    lifted = sj.optim.lazy(tx)
+    grads = jax.jit(sj.grad(loss))(params)
+    updates, _ = jax.jit(lifted.update)(grads, lifted.init(params), params)
+    assert_trees_close(optax.apply_updates(params, updates), want, rtol=1e-6)
+
+
 def test_bfloat16_duplicates_are_summed_in_float32():
     values = np.array([1.0, *([2**-9] * 16)], jnp.bfloat16)[:, None]
     grads = sj.SelectedRows(np.full(17, 2, np.int32), values, V)

@@ -143,6 +143,15 @@ def test_rows_of_rank_one_and_quantized_tables():
     assert sj.optim.take_changes(table, state)[0].tolist() == [2, 4]
 
 
+def test_complex_tables():
+    params = {"t": jnp.ones((V, D), jnp.complex64)}
+    tx = tracked(sj.optim.lazy(optax.sgd(0.1)))
+    grads = {"t": jnp.zeros((V, D), jnp.complex64).at[3].set(1j)}
+    updates, state = tx.update(grads, tx.init(params), params)
+    params = optax.apply_updates(params, updates)
+    assert sj.optim.take_changes(params, state)[0]["t"].tolist() == [3]
+
+
 def test_rows_that_are_reset_have_changed():
     tx = tracked(sj.optim.lazy(ADAM))
     params = model()

@@ -118,12 +118,13 @@ def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]
 def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
     """Returns the leaves that `tables=` names."""
     is_leaf = trees.is_none_or_masked
+    is_table = functools.partial(_arguments.is_float_array, kind=jnp.floating)
     if tables is None:
-        flags = [_arguments.has_float_rows(spec, 2) for spec in specs]
+        flags = [is_table(spec, 2) for spec in specs]
     else:
         flags = _arguments.flag_leaves("tables=", tables, params, is_leaf)
     for i, flag in enumerate(flags):
-        if flag and not _arguments.has_float_rows(specs[i]):
+        if flag and not is_table(specs[i], 1):
             raise ValueError(
                 "sparsejax.optim.exact: tables= marks "
                 f"{trees.leaf_paths(params, 'params')[i]} as a table, but it has no "

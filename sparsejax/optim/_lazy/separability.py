@@ -38,7 +38,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from sparsejax import _compat
+from sparsejax import _arguments, _compat
 from sparsejax._arguments import PyTree
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import parts, row_program, state_leaves
@@ -256,7 +256,7 @@ def refusal(tx: Any, treedef: Any, specs: Sequence[Any]) -> Reason | None:
 
 def candidates(specs: Sequence[Any]) -> list[int]:
     """Returns the leaves that may be tables, the one with the most rows first."""
-    arrays = [i for i, spec in enumerate(specs) if trees.is_float_array(spec)]
+    arrays = [i for i, spec in enumerate(specs) if _arguments.is_float_array(spec, 1)]
     tables = [i for i in arrays if len(specs[i].shape) > 1] or arrays
     return sorted(tables, key=lambda i: specs[i].shape[0], reverse=True)
 

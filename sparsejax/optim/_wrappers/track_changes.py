@@ -216,7 +216,7 @@ def _wanted(params: Any, tables: Any) -> list[bool]:
     """Returns, for each leaf, True if it is tracked."""
     leaves = jax.tree.leaves(params, is_leaf=_is_leaf)
     if tables is None:
-        is_table = lambda x: is_quantized(x) or _arguments.has_float_rows(x, 2)
+        is_table = lambda x: is_quantized(x) or _arguments.is_float_array(x, 2)
         return [is_table(leaf) for leaf in leaves]
     chosen = _arguments.flag_leaves("tables", tables, params, _is_leaf)
     paths = trees.leaf_paths(params, "params")
