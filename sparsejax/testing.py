@@ -145,7 +145,10 @@ def assert_equals_dense(
 def _trained(loss: Callable, params: Any) -> tuple[Callable, Any]:
     """Makes the loss a function of the arrays of floats; these, None elsewhere."""
     leaves, tree = jax.tree.flatten(params)
-    is_trained = list(map(_arguments.is_float_array, leaves))
+    is_trained = [
+        isinstance(x, (jax.Array, np.ndarray)) and _arguments.is_float_array(x)
+        for x in leaves
+    ]
     if not any(is_trained):
         raise ValueError(
             f"params has no array of floats, got {_arguments.show(params)}. A "

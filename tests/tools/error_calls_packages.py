@@ -452,6 +452,9 @@ array = np.ones((5, 2), np.float32)
         "new.init('t', (2**40, 2), tx)",
         "new.init('t', (5, 2), 'adam')",
         "new.init('t', (5, 2), sj.optim.exact(optax.sgd(0.1)))",
+        "capacity = {'t': 8, 'w': None}\n"
+        "tx = sj.optim.accumulate(sj.optim.lazy(tx), 2, capacity)\n"
+        "new.init('t', (5, 2), tx)",
         "new.init('t', (5, 2), tx, dtype='flot')",
         "new.init('t', (5, 2), tx, dtype=jnp.int32)",
         "new.init('t', (5, 2), tx, dtype=np.float64)",
