@@ -805,15 +805,15 @@ def _search_range(x, low, high, bits, rounded):
         return (cuts < _MAX_CUTS) & (low + least < high)
 
     def cut(state):
-        cuts, low, high, found, best, best_low, best_high = state
+        cuts, low, high, error, best, best_low, best_high = state
         left, right = loss(low + step, high), loss(low, high - step)
-        is_best = (found < left) & (found < right) & (found < best)
+        is_best = (error < left) & (error < right) & (error < best)
         is_left = left < right
         new = (
             jnp.where(is_left, low + step, low),
             jnp.where(is_left, high, high - step),
             jnp.where(is_left, left, right),
-            jnp.where(is_best, found, best),
+            jnp.where(is_best, error, best),
             jnp.where(is_best, low, best_low),
             jnp.where(is_best, high, best_high),
         )

@@ -398,40 +398,40 @@ def _restore_args(orbax: Any, x: Any) -> Any:
     )
 
 
-def _as_tree(like: Any, found: Any, sums: Mapping[str, int]) -> Any:
+def _as_tree(like: Any, restored: Any, sums: Mapping[str, int]) -> Any:
     """Returns the restored tree with the structure and the leaf types of `like`."""
     leaves, treedef = jax.tree.flatten(
         like, is_leaf=lambda x: _is_table(x) or _is_none(x)
     )
-    found = jax.tree.leaves(found, is_leaf=_is_none)
-    pairs = list(zip(leaves, found, strict=True))
+    restored = jax.tree.leaves(restored, is_leaf=_is_none)
+    pairs = list(zip(leaves, restored, strict=True))
     for name, sum_ in _checksums(like, [b for a, b in pairs if a is not None]).items():
         if sums.get(name) != sum_:
             raise ValueError(f"the values of {name} are not those that were saved")
     return treedef.unflatten(a if a is None else _as_leaf(a, b) for a, b in pairs)
 
 
-def _as_leaf(like: Any, found: Any) -> Any:
+def _as_leaf(like: Any, value: Any) -> Any:
     """Returns the restored value with the type of the leaf `like`."""
     if _is_table(like):
-        return dataclasses.replace(like, values=_values_like(like, found))
-    if found is None:  # it has no elements
+        return dataclasses.replace(like, values=_values_like(like, value))
+    if value is None:  # it has no elements
         zeros = jnp if _is_key(like) else np
-        found = zeros.zeros(like.shape, like.dtype)
+        value = zeros.zeros(like.shape, like.dtype)
         sharding = _sharding(like)
-        found = found if sharding is None else jax.device_put(found, sharding)
+        value = value if sharding is None else jax.device_put(value, sharding)
     if _is_key(like):
         # The ids of a SelectedRows are keys again once its tree is rebuilt.
         impl = jax.random.key_impl(like)
-        keys = found if _is_key(found) else jax.random.wrap_key_data(found, impl=impl)
+        keys = value if _is_key(value) else jax.random.wrap_key_data(value, impl=impl)
         return keys if _sharding(like) is None else jax.device_put(keys, like.sharding)
-    if np.ndim(found):
-        found = found[: like.shape[0]]  # without the padding of a table
+    if np.ndim(value):
+        value = value[: like.shape[0]]  # without the padding of a table
     if isinstance(like, np.generic):
-        return np.asarray(found)[()]
-    if isinstance(like, np.ndarray | _SCALARS) or isinstance(found, jax.Array):
-        return found
-    return jnp.asarray(found)
+        return np.asarray(value)[()]
+    if isinstance(like, np.ndarray | _SCALARS) or isinstance(value, jax.Array):
+        return value
+    return jnp.asarray(value)
 
 
 def _is_key(x: Any) -> bool:
@@ -454,7 +454,7 @@ def _is_none(x: Any) -> bool:
 # ------------------------------------------------------------------ checksums
 
 
-def _checksums(tree: Any, found: list[Any]) -> dict[str, int]:
+def _checksums(tree: Any, leaves: list[Any]) -> dict[str, int]:
     """Returns, by path in `tree`, the checksum of each leaf as orbax stores it.
 
     The sum of the array's words, each times an odd number that depends on its place,
@@ -462,7 +462,7 @@ def _checksums(tree: Any, found: list[Any]) -> dict[str, int]:
     table add nothing, and neither devices nor layouts matter.
     """
     sums = {}
-    for (name, _), x in zip(_named_leaves(tree), found, strict=True):
+    for (name, _), x in zip(_named_leaves(tree), leaves, strict=True):
         x = jax.random.key_data(x) if _is_key(x) else x
         if isinstance(x, jax.Array):
             sums[name] = int(_sum_on_devices(x))

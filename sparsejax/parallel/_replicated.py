@@ -251,9 +251,9 @@ class DataParallelStep:
 
     def _put(self, x: Any, spec: PartitionSpec) -> Any:
         """Shards `x` as `spec`, or as it already is over such a mesh."""
-        found = getattr(x, "sharding", None)
-        if isinstance(found, NamedSharding) and found.mesh.shape == self.mesh.shape:
-            spec = found.spec
+        current = getattr(x, "sharding", None)
+        if isinstance(current, NamedSharding) and current.mesh.shape == self.mesh.shape:
+            spec = current.spec
         sharding = NamedSharding(self.mesh, spec)
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -103,12 +103,12 @@ def top_k(
         # Padding rows are the last ones of a shard.
         count = layout.filled(shard, table.height, shards)
         scores, rows = search.in_rows(queries, values, bias, pairs, chunk_size, count)
-        found = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
-        return scores[None], found[None]
+        positions = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
+        return scores[None], positions[None]
 
     spec = owners.table_spec
-    found = owners.shard_map(body, *args, in_specs=tuple(specs), out_specs=(spec, spec))
-    scores, positions = map(replicate, found)
+    parts = owners.shard_map(body, *args, in_specs=tuple(specs), out_specs=(spec, spec))
+    scores, positions = map(replicate, parts)
     joined = [scores, table.ids_at(positions)]
     scores, ids = (jnp.concatenate(list(x), axis=1) for x in joined)
     # As `lax.top_k` sorts: NaN first, and then by score.

@@ -27,7 +27,7 @@ from sparsejax.store._engine import CapacityOf, Engine
 from sparsejax.store._optimizer import on_host
 from sparsejax.store._requested import Capacities, capacity_for
 from sparsejax.store._tree_tables import (
-    Found,
+    Pulled,
     caches_of,
     put_tables,
     tables_of,
@@ -42,7 +42,7 @@ from sparsejax.transform.trace import trace_flat
 del rules  # imported for the rules that it registers
 
 # The rows of a step by table.
-Rows = Mapping[str, Found]
+Rows = Mapping[str, Pulled]
 
 
 # ------------------------------------------------------------------ arguments
@@ -286,13 +286,13 @@ def with_views(tree: Any, rows: Rows, but: Sequence[str] = ()) -> Any:
     def view(table):
         if table.name in but:
             return table
-        pulled = found_of(table, rows)
+        pulled = pulled_of(table, rows)
         return table.view(table.values(pulled), pulled)
 
     return put_tables(tree, list(map(view, tables_of(tree))))
 
 
-def found_of(table: Any, rows: Rows) -> Found:
+def pulled_of(table: Any, rows: Rows) -> Pulled:
     """Returns the rows of a table in a step; one empty slot if it is not read."""
     return rows[table.name] if table.name in rows else table.not_read()
 
@@ -333,9 +333,9 @@ def gradient(
     numbers = [n % len(args) for n in (argnums if several else (argnums,))]
     trained = [t for n in numbers for t in tables_of(args[n]) if t.name not in frozen]
     names = [table.name for table in trained]
-    founds = [found_of(table, rows) for table in trained]
+    of_trained = [pulled_of(table, rows) for table in trained]
     # One array for each place of a table in the arguments, since each has its gradient.
-    values = [table.values(pulled) for table, pulled in zip(trained, founds)]
+    values = [table.values(pulled) for table, pulled in zip(trained, of_trained)]
     args, kw = list(args), dict(kw)
     for n in numbers:
         # Without the array of a cache, which is among the values.
@@ -344,7 +344,7 @@ def gradient(
     @functools.wraps(fun)
     def on_rows(*args_and_values, **kw):
         *args, values = args_and_values
-        views = iter([t.view(x, f) for t, x, f in zip(trained, values, founds)])
+        views = iter([t.view(x, f) for t, x, f in zip(trained, values, of_trained)])
         for n in numbers:
             all_tables = tables_of(args[n])
             chosen = [t if t.name in frozen else next(views) for t in all_tables]
@@ -361,7 +361,7 @@ def gradient(
         tables=_with_values(tables, several, len(numbers)),
     )
     value, (*grads, of_values) = run(*args, values, **kw)
-    of_tables = [t.gradient(g, f) for t, g, f in zip(trained, of_values, founds)]
+    of_tables = [t.gradient(g, f) for t, g, f in zip(trained, of_values, of_trained)]
     return value, tuple(grads) if several else grads[0], of_tables
 
 

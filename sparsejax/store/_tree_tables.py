@@ -36,7 +36,7 @@ from sparsejax.transform.table import RowReader, TableRef
 
 # The rows of a table in a step, ascending, and their values; for a table of a device
 # cache, their cache slots.
-Found = tuple[Any, Any]
+Pulled = tuple[Any, Any]
 
 
 class _TreeTable:
@@ -145,24 +145,24 @@ class StoredTable(_TreeTable):
 
     # -- in a step --------------------------------------------------------------------
 
-    def not_read(self) -> Found:
+    def not_read(self) -> Pulled:
         """Returns the rows of a step that does not read the table: one empty slot."""
         return self.no_rows(), jnp.zeros((1, *self.shape[1:]), self.dtype)
 
-    def values(self, found: Found) -> Any:
+    def values(self, pulled: Pulled) -> Any:
         """Returns the array to differentiate: the pulled rows of this table."""
-        return found[1]
+        return pulled[1]
 
-    def view(self, values: PyTree, found: Found) -> Any:
+    def view(self, values: PyTree, pulled: Pulled) -> Any:
         """Returns the view that the function gets instead of the table."""
-        return view_of_rows(self, values, found[0])
+        return view_of_rows(self, values, pulled[0])
 
-    def gradient(self, grad: PyTree, found: Found) -> Any:
+    def gradient(self, grad: PyTree, pulled: Pulled) -> Any:
         """Returns the gradient of the rows, from the gradient of `values`."""
         wide = indexing.accumulator_dtype(grad.dtype)
-        zeros = jnp.zeros(found[1].shape, wide)
+        zeros = jnp.zeros(pulled[1].shape, wide)
         sums = indexing.add_rows(zeros, grad.safe_rows(), grad.values.astype(wide))
-        return SelectedRows(found[0], sums.astype(grad.dtype), self.shape[0])
+        return SelectedRows(pulled[0], sums.astype(grad.dtype), self.shape[0])
 
     def without_array(self) -> StoredTable:
         """Returns the table for an argument whose values are passed apart."""
@@ -181,15 +181,15 @@ class ListedTable(StoredTable):
       engine, name, shape, dtype: as of `StoredTable`.
     """
 
-    def values(self, found: Found) -> Any:
+    def values(self, pulled: Pulled) -> Any:
         """Implements `StoredTable.values`."""
-        return SelectedRows(found[0], found[1], self.shape[0])
+        return SelectedRows(pulled[0], pulled[1], self.shape[0])
 
-    def view(self, values: PyTree, found: Found) -> Any:
+    def view(self, values: PyTree, pulled: Pulled) -> Any:
         """Implements `StoredTable.view`."""
         return values
 
-    def gradient(self, grad: PyTree, found: Found) -> Any:
+    def gradient(self, grad: PyTree, pulled: Pulled) -> Any:
         """Implements `StoredTable.gradient`."""
         return grad
 
@@ -262,19 +262,19 @@ class CachedRows(_TreeTable):
 
     # -- in a step --------------------------------------------------------------------
 
-    def not_read(self) -> Found:
+    def not_read(self) -> Pulled:
         """Implements `StoredTable.not_read`."""
         return self.no_rows(), self.no_rows()
 
-    def values(self, found: Found) -> Any:
+    def values(self, pulled: Pulled) -> Any:
         """Implements `StoredTable.values`: the array of slots."""
         return self.array
 
-    def view(self, values: PyTree, found: Found) -> Any:
+    def view(self, values: PyTree, pulled: Pulled) -> Any:
         """Implements `StoredTable.view`."""
-        return view_of_rows(self, values, *found)
+        return view_of_rows(self, values, *pulled)
 
-    def gradient(self, grad: PyTree, found: Found) -> Any:
+    def gradient(self, grad: PyTree, pulled: Pulled) -> Any:
         """Implements `StoredTable.gradient`, of the array of slots."""
         return CachedRows(grad, self.cache, self.stored)
 

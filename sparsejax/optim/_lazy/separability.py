@@ -330,13 +330,17 @@ def for_tables(
     if not check:
         leaves = state_leaves.find(tx.init, treedef, specs, tables)
         part = parts.of_transformation(tx).name
-        found = {i: Reason(why, part, False) for i, (why, _) in leaves.blocked.items()}
-        return Verdict((), found | refused_by_type(leaves), leaves.owners, leaves.state)
+        blocked = {
+            i: Reason(why, part, False) for i, (why, _) in leaves.blocked.items()
+        }
+        return Verdict(
+            (), blocked | refused_by_type(leaves), leaves.owners, leaves.state
+        )
     if not any(isinstance(spec, trees.StackSpec) for spec in specs):
-        found = of_candidates(tx, treedef, specs)
-        if set(tables) <= set(found.tables):
-            owners = tuple(o if o in tables else None for o in found.owners)
-            return found._replace(tables=tuple(tables), refused={}, owners=owners)
+        verdict = of_candidates(tx, treedef, specs)
+        if set(tables) <= set(verdict.tables):
+            owners = tuple(o if o in tables else None for o in verdict.owners)
+            return verdict._replace(tables=tuple(tables), refused={}, owners=owners)
     return of_tables(tx, treedef, specs, tables)
 
 
