@@ -199,7 +199,7 @@ def _read(
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
     if is_one_gather and not is_pulled and height and ids.ndim:
-        # The gather fills by itself; a mask of ours could cost another pass over rows.
+        # The gather fills by itself; our own mask could cost another pass over rows.
         if is_quantized(table):
             return quantized.read(table, wanted, np.nan)
         # JAX's own fill value; one of NaN in the call would compile again each time.

@@ -50,7 +50,7 @@ def merge_each(
 ) -> list[tuple[jax.Array, jax.Array, jax.Array, jax.Array]]:
     """Merges several gradients; small ones of equal shapes share kernels.
 
-    A merge has about 20 launches. To stack large gradients would take longer than they.
+    A merge is about 20 kernels; stacking large gradients costs more than that.
     """
     alike = collections.defaultdict(list)
     for k, (rows, values, _) in enumerate(gradients):

@@ -12,14 +12,14 @@ rows, and a step of SGD from 161 to 12 ms (benchmarks/NOTES.md).
 The order also shares memory. The gradients of dense weights read the rows `[n, D]`; if
 they come first, the cotangents can take the place of the rows.
 
-`always_true` is a predicate that is True, which the compiler cannot know. Where a
+`always_true` is a predicate that is True, but XLA cannot prove it. Where a
 program needs a dependence that its mathematics does not have, it selects by it:
 
 - `lax.cond(always_true(x), f, never)` keeps `f` apart from its neighbours: XLA neither
   fuses across a conditional nor moves operations into or out of it.
 - `jnp.where(always_true(x), y, z)` computes `x` before `y` is used, for example so that
   an array is read before it is overwritten, and need not be copied.
-- `y * jnp.where(always_true(x), 1, 2)` gives a gather arithmetic to be fused with.
+- `y * jnp.where(always_true(x), 1, 2)` gives XLA arithmetic to fuse into a gather.
 
 The predicate is `x > least`, with the least integer of the type. `(x | 1) != 0` fails
 for the third use, since LLVM knows the lowest bit and removes the arithmetic: a read of

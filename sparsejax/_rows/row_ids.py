@@ -6,9 +6,9 @@ and refuses to compute with: the dtype of a random key. `seal` makes this leaf f
 plain ids, and `unseal` gives the plain ids back. XLA cancels a `seal` and an `unseal`
 that meet in one program.
 
-The leaf has as many axes as the values: `[n, 1, ...]`. So a function that JAX calls
-with both moves slots in both, also if it counts axes from the last: `jnp.flip(x, -1)`
-turns columns and no slots. The id of a slot never leaves its first place, so a result
+The leaf has the values' rank: `[n, 1, ...]`. So a function that JAX calls with both
+moves slots in both, also if it counts axes from the last: `jnp.flip(x, -1)` reverses
+columns, never slots. The id of a slot never leaves its first place, so a result
 whose ids are not `[..., n, 1, ...]` is refused (`SelectedRows.rows`).
 
 The leaf stores `~(id + 1)` in uint32 words. Words that JAX makes by itself are then

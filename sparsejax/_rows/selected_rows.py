@@ -55,10 +55,10 @@ Rows = TypeVar("Rows", bound="SelectedRows")
 
 
 class _InErrors(type):
-    """The metaclass of SelectedRows: errors of JAX that name its type say what to do.
+    """Adds advice to JAX's own errors, which format this type.
 
-    They are raised between the parts of a chain, so no function of ours can. JAX
-    formats the type. Its `repr` is as usual.
+    The metaclass of SelectedRows. JAX raises these errors between the parts of a chain,
+    where sparsejax has no code. The `repr` of the type is as usual.
     """
 
     def __format__(cls, spec: str) -> str:

@@ -96,7 +96,7 @@ class Optimizer(keras.optimizers.Optimizer):
     def __init__(self, tx: optax.GradientTransformation, *, name: str | None = None):
         _check_transformation(tx)
         super().__init__(float("nan"), name=name)
-        # A wrapper of ours goes around a lazy transformation, not inside of one.
+        # sparsejax's own wrappers go around a lazy transformation, not inside of one.
         is_ours = getattr(tx.update, "__module__", "").startswith("sparsejax.")
         self._built = _Built(tx if is_ours else lazy(tx))
 

@@ -28,11 +28,11 @@ Optimizers, to be put into `lazy(...)`
 - `weight_decay`: decoupled; a touched row also gets the steps that it missed.
   `flush_weight_decay` does this for all rows.
 
-Rows that change hands
+Rows with new keys
 
 - `reset_rows`: fresh weights and fresh state for some rows of a table.
 
-Questions
+Predicates and norms
 
 - `is_row_separable`: True if `lazy(tx)` is possible.
 - `is_lazy_exact`: True if `lazy(tx)` trains as `tx` does on dense

@@ -9,7 +9,7 @@ Frequent ids are often neighbours (in a vocabulary sorted by frequency), and the
 "mod" distributes neighbours over all owners.
 
 Code that needs an array (`jnp.take`, a layer of flax) gets an abstract stand-in, the
-result of the primitive `sharded_table`. Programs that will be walked may contain it.
+result of the primitive `sharded_table`. Only programs that we trace to walk contain it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _refuse_to_run(*, static: tuple[Any, ...]) -> NoReturn:
     )
 
 
-# The stand-in for a table in a program that will be walked. Its rule is in `_read.py`.
+# The stand-in for a table in programs that we trace to walk. Its rule: `_read.py`.
 sharded_table_p = _compat.view_primitive(
     "sharded_table",
     lambda shape, *, static: (static[0], *shape[1:]),
@@ -207,7 +207,7 @@ class ShardedTable(RowTable):
         )
 
     def __jax_array__(self) -> jax.Array:
-        """Returns the stand-in, in the trace of a program that will be walked."""
+        """Returns the stand-in, in the trace of a program to walk."""
         if not makes_views.value or not hasattr(self.values, "dtype"):
             self.__array__()
         return sharded_table_p.bind(jnp.asarray(self.values), static=self._static)

@@ -6,9 +6,9 @@ number of uses are arrays like the table's weights, and so are the sightings of 
 that wait for admission. The mapped file of the table and `KVStore.save` contain these
 arrays; the hash tables are made from them when a table is opened.
 
-A row whose count is 0 has no key. A row changes hands in this order: its count to 0,
-its weights and state cleared, the new key and step, and the count last. So no key has
-the weights of another key, whenever the process is killed.
+A row whose count is 0 has no key. To reuse a row, its count is set to 0,
+then its weights and state are cleared, then the new key and step are written, and the
+count last. So no key has the weights of another key, whenever the process is killed.
 
 `TableKeys` does not know its table: it returns a plan, which `Table.insert` applies.
 """

@@ -17,7 +17,7 @@ from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows, with_l
 from sparsejax.transform.interpreter import DenseUse, Site
 
 
-# True while a program is traced that will be walked. Only then may a ShardedTable act
+# True while we trace a program to walk. Only then may a ShardedTable act
 # as an array. JAX keeps programs traced under different values apart.
 makes_views: Any = jax.make_user_context(False)
 

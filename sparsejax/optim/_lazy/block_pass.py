@@ -261,7 +261,7 @@ def _update_by_blocks(rows, at, values, count, *rest, program, num_tables, write
         now = {**kept, **dict(zip(writes, written))}
         read = [cpu.read_rows(now[j], here) for j in range(num_tables)]
         *new, update = function(gradient, *read, *others)
-        # Rows that are written before the old ones are read would make XLA copy tables.
+        # Read the old rows before the new ones are written, or XLA copies the table.
         new = [
             order_after(x, [read[j]]) if free else x
             for x, j, free in zip(new, writes, is_free)

@@ -50,7 +50,7 @@ def dense_or_rows(
     def update_either(updates, state, params=None, **extra_args):
         checks.check_state(state, kind)
         leaves, _ = trees.flatten(updates)
-        # `lifted` also tells of gradients and parameters in each other's place.
+        # `lifted` also detects swapped gradients and parameters.
         sparse = any(map(is_selected_rows, (*leaves, *trees.flatten(params)[0])))
         tx = lifted if sparse else dense
         return tx.update(updates, state, params, **extra_args)
