@@ -59,7 +59,7 @@ def embedding_bag(
     max_norm: float | None = None,
     indices_are_sorted: bool = False,
 ) -> jax.Array:
-    """Rows of `table` by id, reduced to one row per bag.
+    """Reduces rows of `table`, by id, to one row per bag.
 
     With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of
     bag b:

@@ -50,7 +50,7 @@ def lookup(
     padding_id: int | None = None,
     max_norm: float | None = None,
 ) -> jax.Array:
-    """Rows of `table`, by id.
+    """Reads rows of `table`, by id.
 
     `out[i] = table[ids[i]]`. With `max_norm` c, a row whose Euclidean norm exceeds c is
     scaled: `out[i] *= c / norm(out[i])`. Differentiable in `table`; under

@@ -105,7 +105,7 @@ class PulledTables(Mapping[str, Any]):
         self._tables, self._owner = dict(tables), owner
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Children with their keys."""
+        """Returns the children with their keys."""
         names = tuple(self._tables)
         keys = (jax.tree_util.DictKey(name) for name in names)
         return tuple(zip(keys, self._tables.values())), (names, self._owner)

@@ -47,7 +47,7 @@ class Elements(SegmentTensor):
     columns: int
 
     def tree_flatten_with_keys(self) -> Any:
-        """Children with their keys."""
+        """Returns the children with their keys."""
         children, static = super().tree_flatten_with_keys()
         return children, (*static, self.columns)
 

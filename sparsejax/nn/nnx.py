@@ -76,7 +76,7 @@ def value_and_grad(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Any]:
-    """`flax.nnx.value_and_grad`, with sparse gradients for tables read by rows.
+    """Works as `flax.nnx.value_and_grad`, with sparse gradients of tables.
 
     A table has the gradient that `sparsejax.value_and_grad` gives it, and every other
     parameter the gradient that flax returns. What `fun` changes in its modules (batch
@@ -140,7 +140,7 @@ def grad(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Any]:
-    """`flax.nnx.grad`, with sparse gradients for tables read by rows.
+    """Works as `flax.nnx.grad`, with sparse gradients of tables.
 
     `grad(fun)(model)` is `value_and_grad(fun)(model)[1]`: see
     `sparsejax.nn.nnx.value_and_grad`.

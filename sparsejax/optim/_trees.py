@@ -24,7 +24,7 @@ def is_leaf(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure, with leaves as in `is_leaf`."""
+    """Returns leaves and structure, with leaves as in `is_leaf`."""
     return jax.tree.flatten(tree, is_leaf=is_leaf)
 
 
@@ -169,7 +169,7 @@ def plain(spec: Any) -> Any:
 
 
 def remember(function: Callable) -> Callable:
-    """`functools.lru_cache(32)` that skips the cache if the arguments are unhashable.
+    """Caches like `functools.lru_cache(32)`, but not for unhashable arguments.
 
     The arguments are transformations, tree structures and specs. Unhashable static data
     in a user's pytree node makes its structure unhashable.

@@ -69,7 +69,7 @@ class ShardedRows(SelectedRows):
         return self
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
-        """Children with their keys."""
+        """Returns the children with their keys."""
         children, static = super().tree_flatten_with_keys()
         return children, (static, self.owners, self.slots)
 

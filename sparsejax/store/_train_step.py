@@ -34,7 +34,7 @@ _CALL = "KVStore.train_step"
 
 
 class RowsStep:
-    """The compiled part of a training step, on rows that are found, and the push.
+    """The compiled part of a training step, on pulled rows, and the push.
 
     `TrainStep` finds the rows that a function reads. A block of `sparsejax.nn` lists
     them, and `Trainer` pulls them: see `ListedTable`.

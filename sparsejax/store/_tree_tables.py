@@ -171,7 +171,7 @@ class StoredTable(_TreeTable):
 
 @jax.tree_util.register_static
 class ListedTable(StoredTable):
-    """A table whose rows are listed, not found: `fun` sees them as a SelectedRows.
+    """A table whose rows a block lists; `fun` sees them as a SelectedRows.
 
     The blocks of `sparsejax.nn` list the ids that they read, as in MXNet Gluon: a
     forward pass without its pull is an error. So their ids are not traced, and they may

@@ -69,7 +69,7 @@ def read_rows(
 def bag_sum(
     table: jax.Array, ids: jax.Array, *rest: jax.Array, spec: xla.BagSpec
 ) -> jax.Array:
-    """`xla.bag_sum`, to rounding.
+    """Computes `xla.bag_sum`, to rounding.
 
     A sum of a few gathers is one vectorized loop that writes each bag once. Therefore
 
@@ -250,7 +250,7 @@ def _add_codes(
 def bags_with(
     is_true: jax.Array, segment_ids: jax.Array, *, num_bags: int, **static: Any
 ) -> list[jax.Array]:
-    """`xla.bags_with`, which adds nothing up if no element is true."""
+    """Computes `xla.bags_with`; adds nothing up if no element is true."""
     count = functools.partial(xla.bags_with, num_bags=num_bags, **static)
     return lax.cond(
         jnp.any(is_true & indexing.in_range(segment_ids, num_bags)),

@@ -15,7 +15,7 @@ def add_bags(
     height: int,
     spec: xla.BagSpec,
 ) -> jax.Array:
-    """`xla.add_bags`, always in the same order: duplicates are merged first."""
+    """Computes `xla.add_bags` in a fixed order: merges duplicates first."""
     rows = xla.row_cotangents(sums, ids, *rest, spec=spec)
     rows = indexing.merge_axes(rows, ids.ndim)
     empty = _arguments.scalar(height, ids)

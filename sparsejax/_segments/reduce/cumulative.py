@@ -21,7 +21,7 @@ from sparsejax._segments.reduce.segments import Segments, segment_reduction
 
 @segment_reduction(kind="number", empty="0", per_element=True)
 def segment_cumsum(x: jax.Array, segments: Segments) -> jax.Array:
-    """Cumulative sum of `data` inside each segment.
+    """Computes the cumulative sum of `data` inside each segment.
 
     `out[i] = sum_{j <= i: segment_ids[j] == segment_ids[i]} data[j]`
 

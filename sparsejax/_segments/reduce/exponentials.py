@@ -22,7 +22,7 @@ from sparsejax._segments.reduce.segments import Segments, segment_reduction
 
 @segment_reduction(kind="real", empty="`-inf`")
 def segment_logsumexp(x: jax.Array, segments: Segments) -> jax.Array:
-    """Logarithm of the sum of exponentials of each segment.
+    """Computes the log of the sum of exponentials of each segment.
 
     `out[s] = log(sum_{i: segment_ids[i] == s} exp(data[i]))`
 
@@ -43,7 +43,7 @@ def segment_logsumexp(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="real", empty="`-inf`")
 def segment_logmeanexp(x: jax.Array, segments: Segments) -> jax.Array:
-    """Logarithm of the mean of exponentials of each segment.
+    """Computes the log of the mean of exponentials of each segment.
 
     `out[s] = log(mean_{i: segment_ids[i] == s} exp(data[i]))`
 
@@ -65,7 +65,7 @@ def segment_logmeanexp(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="real", empty="0", per_element=True)
 def segment_softmax(x: jax.Array, segments: Segments) -> jax.Array:
-    """Softmax over the elements of each segment.
+    """Computes the softmax over the elements of each segment.
 
     `out[i] = exp(data[i]) / sum_{j: segment_ids[j] == segment_ids[i]} exp(data[j])`
 
@@ -86,7 +86,7 @@ def segment_softmax(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="real", empty="0", per_element=True)
 def segment_log_softmax(x: jax.Array, segments: Segments) -> jax.Array:
-    """Logarithm of the softmax over the elements of each segment.
+    """Computes the log of the softmax over the elements of each segment.
 
     `out[i] = data[i] - log(sum_{j: segment_ids[j] == segment_ids[i]} exp(data[j]))`
 

@@ -27,7 +27,7 @@ from sparsejax._segments.reduce.segments import Segments, fill, segment_reductio
     empty="the smallest of data's dtype: `-inf`, the lowest integer, or False",
 )
 def segment_max(x: jax.Array, segments: Segments) -> jax.Array:
-    """Largest element of each segment.
+    """Returns the largest element of each segment.
 
     `out[s] = max_{i: segment_ids[i] == s} data[i]`. Equal largest elements share the
     gradient evenly, as in `jnp.max`.
@@ -52,7 +52,7 @@ def segment_max(x: jax.Array, segments: Segments) -> jax.Array:
     empty="the largest of data's dtype: `inf`, the highest integer, or True",
 )
 def segment_min(x: jax.Array, segments: Segments) -> jax.Array:
-    """Smallest element of each segment.
+    """Returns the smallest element of each segment.
 
     `out[s] = min_{i: segment_ids[i] == s} data[i]`. Equal smallest elements share the
     gradient evenly, as in `jnp.min`.
@@ -74,7 +74,7 @@ def segment_min(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(empty="n")
 def segment_argmax(x: jax.Array, segments: Segments) -> jax.Array:
-    """Position of the first largest element of each segment.
+    """Returns the position of the first largest element of each segment.
 
     `out[s] = min {i: segment_ids[i] == s and data[i] == max[s]}`, a position along
     data's first axis. NaN counts as the largest.
@@ -95,7 +95,7 @@ def segment_argmax(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(empty="n")
 def segment_argmin(x: jax.Array, segments: Segments) -> jax.Array:
-    """Position of the first smallest element of each segment.
+    """Returns the position of the first smallest element of each segment.
 
     `out[s] = min {i: segment_ids[i] == s and data[i] == min[s]}`, a position along
     data's first axis. NaN counts as the smallest.

@@ -17,7 +17,7 @@ from sparsejax._segments.reduce.segments import Segments, segment_reduction
 
 @segment_reduction(kind="real", empty="0")
 def segment_var(x: jax.Array, segments: Segments) -> jax.Array:
-    """Variance of each segment.
+    """Computes the variance of each segment.
 
     `out[s] = mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2`, as `jnp.var` with
     its default `ddof=0`.
@@ -39,7 +39,7 @@ def segment_var(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="real", empty="0")
 def segment_std(x: jax.Array, segments: Segments) -> jax.Array:
-    """Standard deviation of each segment.
+    """Computes the standard deviation of each segment.
 
     `out[s] = sqrt(mean_{i: segment_ids[i] == s} (data[i] - mean[s])**2)`
 

@@ -25,7 +25,7 @@ from sparsejax._segments.reduce.segments import (
 def segment_sum(
     x: jax.Array, segments: Segments, *, weights: ArrayLike | None = None
 ) -> jax.Array:
-    """Sum of each segment.
+    """Computes the sum of each segment.
 
     `out[s] = sum_{i: segment_ids[i] == s} weights[i] * data[i]`; by default all weights
     are 1.
@@ -71,7 +71,7 @@ def segment_mean(
     weights: ArrayLike | None = None,
     empty: Any = None,
 ) -> jax.Array:
-    """Mean of each segment, optionally weighted.
+    """Computes the mean of each segment, optionally weighted.
 
     `out[s] = sum_i w[i] * data[i] / sum_i w[i]`, over all i with `segment_ids[i] == s`.
 
@@ -105,7 +105,7 @@ def segment_sqrtn(
     weights: ArrayLike | None = None,
     empty: Any = None,
 ) -> jax.Array:
-    """Sum of each segment over the square root of its length, optionally weighted.
+    """Divides each segment's (weighted) sum by the square root of its length.
 
     `out[s] = sum_i w[i] * data[i] / sqrt(sum_i w[i]**2)`, over all i with
     `segment_ids[i] == s`.
@@ -183,7 +183,7 @@ def _sum_over(
 
 @segment_reduction(kind="number", empty="1")
 def segment_prod(x: jax.Array, segments: Segments) -> jax.Array:
-    """Product of each segment.
+    """Computes the product of each segment.
 
     `out[s] = prod_{i: segment_ids[i] == s} data[i]`
 
@@ -229,7 +229,7 @@ def _product_jvp(primals, tangents):
 
 @segment_reduction(empty="0", maps=False)
 def segment_count(x: None, segments: Segments) -> jax.Array:
-    """Number of elements in each segment.
+    """Counts the elements in each segment.
 
     `out[s] = |{i: segment_ids[i] == s}|`
 
@@ -250,7 +250,7 @@ def segment_count(x: None, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="bool", empty="False")
 def segment_any(x: jax.Array, segments: Segments) -> jax.Array:
-    """Logical or of the elements of each segment.
+    """Computes the logical or of the elements of each segment.
 
     `out[s] = or_{i: segment_ids[i] == s} data[i]`
 
@@ -270,7 +270,7 @@ def segment_any(x: jax.Array, segments: Segments) -> jax.Array:
 
 @segment_reduction(kind="bool", empty="True")
 def segment_all(x: jax.Array, segments: Segments) -> jax.Array:
-    """Logical and of the elements of each segment.
+    """Computes the logical and of the elements of each segment.
 
     `out[s] = and_{i: segment_ids[i] == s} data[i]`
 

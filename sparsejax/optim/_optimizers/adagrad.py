@@ -177,7 +177,7 @@ def _check(learning_rate: Any, initial: Any, eps: Any) -> None:
 def _adagrad(
     learning_rate: Any, initial: Any, scale: Callable, by_row: bool
 ) -> optax.GradientTransformationExtraArgs:
-    """AdaGrad that divides by `scale(accumulator)`."""
+    """Makes an AdaGrad that divides by `scale(accumulator)`."""
 
     def init(params):
         def start(p):

@@ -231,7 +231,7 @@ def _adam(
     mu_dtype: Any,
     direction: Callable = lambda r, w: r,
 ) -> optax.GradientTransformationExtraArgs:
-    """Steps of `-learning_rate * direction(r, w)`, with r as above."""
+    """Takes steps of `-learning_rate * direction(r, w)`, with r as above."""
 
     def init(params):
         def first(p):
