@@ -619,8 +619,8 @@ def quantize(
     the best so far is taken. It pays for 4 and 2 bits.
 
     `bias` and `scale` are rounded to `scale_dtype` before codes are computed. A row of
-    equal numbers is exact up to the rounding of `bias`. Outside of `jit`, results are
-    equal to those of Caffe2's operators bit for bit; inside, XLA may round the last bit
+    equal numbers is exact up to the rounding of `bias`. Outside of `jit`, results
+    equal Caffe2's operators bit for bit; inside, XLA may round the last bit
     of a scale differently.
 
     Args:

@@ -79,9 +79,8 @@ def value_and_grad(
     """Works as `flax.nnx.value_and_grad`, with sparse gradients of tables.
 
     A table has the gradient that `sparsejax.value_and_grad` gives it, and every other
-    parameter the gradient that flax returns. What `fun` changes in its modules (batch
-    statistics, the counts of `nnx.Rngs`, new variables) is in the modules afterwards,
-    as in flax.
+    parameter the gradient that flax returns. Changes that `fun` makes in its modules
+    (batch statistics, the counts of `nnx.Rngs`, new variables) stay, as in flax.
 
     Args:
       fun: a function of modules, variables, states or arrays, with a scalar float
