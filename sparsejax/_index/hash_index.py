@@ -262,18 +262,16 @@ class HashIndex:
                  [4294967295, 4294967295],
                  [         0,        256]], dtype=uint32)
         """
-        integers = _as_integers(keys)
-        if isinstance(integers, np.ndarray):
-            wide = integers.astype(
-                np.int64 if integers.dtype.kind == "i" else np.uint64
-            )
+        ints = _as_integers(keys)
+        if isinstance(ints, np.ndarray):
+            wide = ints.astype(np.int64 if ints.dtype.kind == "i" else np.uint64)
             return np.stack(_words_of_wide(wide), axis=-1)
-        if integers.dtype.itemsize == 8:
-            return jnp.stack(_words_of_wide(integers), axis=-1)
-        low = _word(integers)
+        if ints.dtype.itemsize == 8:
+            return jnp.stack(_words_of_wide(ints), axis=-1)
+        low = _word(ints)
         high = jnp.zeros_like(low)
-        if jnp.issubdtype(integers.dtype, jnp.signedinteger):
-            high = jnp.where(integers < 0, _EMPTY, high)
+        if jnp.issubdtype(ints.dtype, jnp.signedinteger):
+            high = jnp.where(ints < 0, _EMPTY, high)
         return jnp.stack([low, high], axis=-1)
 
     @staticmethod

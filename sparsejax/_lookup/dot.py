@@ -155,12 +155,10 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
         return csr, num_columns
     # scipy matrices and BCSR are recognized by their attributes, without importing
     # either package. scipy's CSC has the same three arrays with another meaning.
-    has_fields = all(
-        hasattr(csr, name) for name in ("indptr", "indices", "data", "shape")
-    )
-    if not has_fields or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
+    is_csr = all(hasattr(csr, name) for name in ("indptr", "indices", "data", "shape"))
+    if not is_csr or getattr(csr, "format", "csr") != "csr" or csr.indptr.ndim != 1:
         kind = _arguments.kind_of(csr)
-        if has_fields:
+        if is_csr:
             kind += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
         raise TypeError(
             "csr must be a SegmentTensor with values {'index', 'value'}, a scipy "

@@ -214,15 +214,13 @@ class Search:
             return scores.at[query, column].set(-jnp.inf, mode="drop")
 
         def step(best, begin):
-            scores, best_ids = best
+            scores, kept = best
             first = jnp.minimum(begin, height - chunk)
             top, place = lax.top_k(scores_of(first, begin), min(k, chunk))
             scores = jnp.concatenate([scores, top], axis=1)
-            best_ids = jnp.concatenate(
-                [best_ids, first + place.astype(best_ids.dtype)], axis=1
-            )
+            kept = jnp.concatenate([kept, first + place.astype(kept.dtype)], axis=1)
             scores, place = lax.top_k(scores, k)
-            return (scores, jnp.take_along_axis(best_ids, place, axis=1)), None
+            return (scores, jnp.take_along_axis(kept, place, axis=1)), None
 
         begins = np.arange(0, height, chunk).astype(within.dtype)
         like = jax.eval_shape(scores_of, begins[0], begins[0])

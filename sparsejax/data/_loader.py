@@ -190,13 +190,11 @@ class DataLoader:
         rows, a tuple of ints, outermost first. None if all columns are arrays. With
         `overflow="spill"` this is the first capacity.
         """
-        capacities = [
-            s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[0]
-        ]
-        given = [size for size in capacities if size is not None]
+        sizes = [s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[0]]
+        given = [size for size in sizes if size is not None]
         if len(given) == 1:
             return given[0]
-        return self._dataset.join(capacities) if given else None
+        return self._dataset.join(sizes) if given else None
 
     # -- the state ---------------------------------------------------------------
 

@@ -327,12 +327,10 @@ def _layer_fields(block: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if dataclasses.is_dataclass(block):
         fields = {f.name: getattr(block, f.name) for f in dataclasses.fields(block)}
-    attributes = getattr(block, "__dict__", {})
+    attrs = getattr(block, "__dict__", {})
     for kind in type(block).__mro__:
-        attributes = {**vars(kind), **attributes}
-    if stray := [
-        n for n, x in attributes.items() if n not in fields and _is_layered(x)
-    ]:
+        attrs = {**vars(kind), **attrs}
+    if stray := [n for n, x in attrs.items() if n not in fields and _is_layered(x)]:
         owner, names = type(block).__name__, " and ".join(map(repr, stray))
         raise TypeError(
             f"{owner}: the layers in {names} are not dataclass fields, so tables() "

@@ -354,14 +354,11 @@ class Trainer:
 
     def _check_table(self, name: str, spec: Any) -> None:
         """Raises if the store's table has another shape or dtype than the block's."""
-        have, expected = (
-            self.store.spec(name),
-            (tuple(spec.shape), jnp.dtype(spec.dtype)),
-        )
-        if (have.shape, have.dtype) != expected:
+        have, need = self.store.spec(name), (tuple(spec.shape), jnp.dtype(spec.dtype))
+        if (have.shape, have.dtype) != need:
             raise ValueError(
                 f"{_CALL}: the store's table {name!r} has shape {have.shape} and dtype "
-                f"{have.dtype}, but {self._name} needs {expected[0]} and {expected[1]}."
+                f"{have.dtype}, but {self._name} needs {need[0]} and {need[1]}."
             )
 
     def _check_trainable(self, name: str) -> None:

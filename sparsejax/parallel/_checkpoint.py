@@ -332,19 +332,17 @@ def _is_table(x: Any) -> bool:
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Returns the differences in words, five at most; empty if there are none."""
-    differences = [f"{name} was not saved" for name in wanted if name not in saved]
-    differences += [
+    lines = [f"{name} was not saved" for name in wanted if name not in saved]
+    lines += [
         f"{name} was saved but is missing" for name in saved if name not in wanted
     ]
     both = saved.keys() & wanted.keys()
-    differences += [
+    lines += [
         f"{name} is {wanted[name]}, saved was {saved[name]}"
         for name in both
         if wanted[name] != saved[name]
     ]
-    return "; ".join(sorted(differences)[:5]) + (
-        " and more" if len(differences) > 5 else ""
-    )
+    return "; ".join(sorted(lines)[:5]) + (" and more" if len(lines) > 5 else "")
 
 
 # ------------------------------------------------------------------ leaves

@@ -144,10 +144,8 @@ def _read_stacked_tables(
     def send(ids):
         positions = table.position(ids.reshape(-1, *shape))
         requested = route.to_owners(positions, owners.height).reshape(-1)
-        is_own = owners.to_own_rows(requested) < _arguments.scalar(
-            owners.rows, requested
-        )
-        return jnp.where(is_own, requested, _arguments.scalar(owners.height, requested))
+        mine = owners.to_own_rows(requested) < _arguments.scalar(owners.rows, requested)
+        return jnp.where(mine, requested, _arguments.scalar(owners.height, requested))
 
     spec = owners.batch_spec
     requested = owners.shard_map(send, wanted, in_specs=(spec,), out_specs=spec)

@@ -209,11 +209,9 @@ class _Program:
         inside: list[_Instruction] = []
         for line in text.splitlines():
             if match := _LINE.match(line):
-                shape, remainder = _until_closed(match[2], " ")
-                opcode, _, remainder = remainder.strip().partition("(")
-                _, attributes = _until_closed(
-                    "(" + remainder, ""
-                )  # without the operands
+                shape, tail = _until_closed(match[2], " ")
+                opcode, _, tail = tail.strip().partition("(")
+                _, attributes = _until_closed("(" + tail, "")  # without the operands
                 inside.append(_Instruction(opcode, shape, attributes))
             elif match := _HEADER.match(line):
                 inside = self.computations.setdefault(match[2], [])
@@ -301,8 +299,8 @@ def _until_closed(text: str, end: str) -> tuple[str, str]:
     Without a parenthesis at its start, up to `end`.
     """
     if not text.startswith("("):
-        first, _, remainder = text.partition(end)
-        return first, remainder
+        first, _, tail = text.partition(end)
+        return first, tail
     depth = 0
     for match in re.finditer(r"[()]", text):
         depth += 1 if match[0] == "(" else -1

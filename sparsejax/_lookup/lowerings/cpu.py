@@ -118,14 +118,14 @@ def _sum_fixed(
     the users of the sums. In one loop with a division or a root they would not be
     vectorized.
     """
-    optional = () if weights is None else (weights,)
+    extra = () if weights is None else (weights,)
     return lax.cond(
         jnp.all(indexing.in_range(ids, table.shape[0])),
         functools.partial(_add_blocks, xla.weighted_rows_in_range, None),
         functools.partial(_add_blocks, xla.weighted_rows, None),
         table,
         ids,
-        *optional,
+        *extra,
     )
 
 
@@ -211,10 +211,8 @@ def _sum_pieces(
         cut = jax.vmap(lambda x, k: lax.dynamic_slice_in_dim(x, k, length), (None, 0))
         some = jnp.where(inside, cut(ids, at), _arguments.scalar(table.shape[0], ids))
         if bits is None:
-            optional = (
-                () if weights is None else (jnp.where(inside, cut(weights, at), 0),)
-            )
-            total = _add_columns(xla.weighted_rows, bits, table, some, *optional)
+            extra = () if weights is None else (jnp.where(inside, cut(weights, at), 0),)
+            total = _add_columns(xla.weighted_rows, bits, table, some, *extra)
         else:
             # As two arrays: XLA would compute an array [..., 2] again for each code.
             scale, bias = (jnp.where(inside, cut(weights[:, k], at), 0) for k in (0, 1))

@@ -78,13 +78,11 @@ class Program:
 
     def depends(self, result: int, argument: int) -> bool:
         """Returns True if a result is computed from an argument, by their numbers."""
-        reached = {
-            v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)
-        }
+        users = {v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)}
         for eqn in reversed(self.jaxpr.eqns):
-            if reached.intersection(eqn.outvars):
-                reached.update(filter(_is_variable, eqn.invars))
-        return self.jaxpr.invars[argument] in reached
+            if users.intersection(eqn.outvars):
+                users.update(filter(_is_variable, eqn.invars))
+        return self.jaxpr.invars[argument] in users
 
     @property
     def outputs(self) -> list[Any]:

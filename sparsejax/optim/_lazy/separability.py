@@ -762,27 +762,23 @@ class Update:
 
     def function(self, split: row_program.Split, table: int) -> RowFunction:
         """Returns the update of a row, its new state, and its old state."""
-        follower_leaves = [
-            k for k, node in self.followers.items() if node.table == table
-        ]
+        mine = [k for k, node in self.followers.items() if node.table == table]
         n = len(self.tables)
         outputs = [
             split.outputs[self.tables.index(table)],
-            *(split.outputs[n + k] for k in follower_leaves),
-            *(self.followers[k] for k in follower_leaves),
+            *(split.outputs[n + k] for k in mine),
+            *(self.followers[k] for k in mine),
         ]
         return RowFunction(outputs, self.nodes(table))
 
     def moved(self, split: row_program.Split, table: int) -> list[str]:
         """Returns what changes in a row of a table without a gradient."""
-        follower_leaves = [
-            k for k, node in self.followers.items() if node.table == table
-        ]
+        mine = [k for k, node in self.followers.items() if node.table == table]
         update, *state = self.run(self.function(split, table), "zero", "any")
         # A state that cannot be, like a variance below zero, gives NaN.
         valid = ~np.isnan(update)
         changed = [WEIGHTS] if np.any(update[valid]) or not np.any(valid) else []
-        for k, new, old in zip(follower_leaves, state, state[len(follower_leaves) :]):
+        for k, new, old in zip(mine, state, state[len(mine) :]):
             if new.astype(old.dtype).tobytes() != old.tobytes():
                 changed.append(self.paths[k])
         return changed

@@ -70,12 +70,10 @@ def check_sharded(grads: Any, params: Any, state: Any) -> None:
     if params is not None and tables:
         leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
         try:
-            grad_leaves = treedef.flatten_up_to(grads)
+            parts = treedef.flatten_up_to(grads)
         except ValueError:
-            grad_leaves = (
-                leaves  # another structure, which `trees.flatten_params` reports
-            )
-        for table, grad in zip(leaves, grad_leaves):
+            parts = leaves  # another structure, which `trees.flatten_params` reports
+        for table, grad in zip(leaves, parts):
             if not is_sharded_table(table) or trees.is_none_or_masked(grad):
                 continue
             if not is_sharded_table(grad) or _static(grad) != _static(table):
@@ -125,21 +123,19 @@ def init(tx_init: Callable, params: Any) -> Any:
     for k, (leaf, owner) in enumerate(zip(leaves, owners)):
         if not isinstance(leaf, jax.Array):
             continue
-        is_concrete = _arguments.is_concrete(leaf)
+        fixed = _arguments.is_concrete(leaf)
         if owner is not None:
             leaf_sharding = _sharding(tables[owner].mesh, leaf, tables[owner].spec[0])
-        elif len(leaf.sharding.device_set) == 1 if is_concrete else not leaf.ndim:
+        elif len(leaf.sharding.device_set) == 1 if fixed else not leaf.ndim:
             leaf_sharding = _sharding(mesh, leaf)
-        elif not is_concrete and all(
-            kind == AxisType.Explicit for kind in mesh.axis_types
-        ):
+        elif not fixed and all(kind == AxisType.Explicit for kind in mesh.axis_types):
             # The type of the leaf includes its sharding. Write it in full, so that the
             # state a step returns has the same type.
             spec = jax.typeof(leaf).sharding.spec
             leaf_sharding = _sharding(mesh, leaf, *spec[: leaf.ndim])
         else:
             continue
-        if not is_concrete:
+        if not fixed:
             leaves[k] = _constrain(leaf, leaf_sharding)
         elif not leaf.sharding.is_equivalent_to(leaf_sharding, leaf.ndim):
             leaves[k] = jax.device_put(leaf, leaf_sharding)

@@ -99,10 +99,8 @@ def result_dtype(g: jax.Array, w: Any) -> Any:
 def check(name: str, value: Any, wanted: str, holds: Callable) -> None:
     """Raises if `value` is concrete and out of its range."""
     other_kind = value is None or isinstance(value, str)
-    is_concrete = isinstance(value, (int, float, np.generic)) or _arguments.is_concrete(
-        value
-    )
-    if other_kind or (is_concrete and not np.all(holds(value))):
+    fixed = isinstance(value, (int, float, np.generic)) or _arguments.is_concrete(value)
+    if other_kind or (fixed and not np.all(holds(value))):
         error = TypeError if other_kind else ValueError
         raise error(f"{name} must be {wanted}, got {_arguments.show(value)}.")
 

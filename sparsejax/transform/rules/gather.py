@@ -138,13 +138,8 @@ def _read_slice(
         return NotImplemented
     if sizes == ref.shape:
         return ref
-    first, *second = ref.row_axes
-    if (
-        second
-        and sizes[second[0]] == ref.shape[second[0]]
-        and sizes[first]
-        and not in_steps
-    ):
+    first, *more = ref.row_axes
+    if more and sizes[more[0]] == ref.shape[more[0]] and sizes[first] and not in_steps:
         return ref.part(places(first)[0], sizes[first])
     of_axes = [places(axis) for axis in ref.row_axes]
     ids = _row_numbers(of_axes, _sizes(ref, of_axes[0]))
