@@ -188,7 +188,7 @@ def test_rows_in_order_need_check_to_be_false():
 
     tx = optax.GradientTransformation(lambda _: optax.EmptyState(), update)
     params, rows, values = problem()
-    with pytest.raises(ValueError, match="sort of rows.*test_passes.*check=False"):
+    with pytest.raises(ValueError, match="sort of rows.*test_lazy_passes.*check=False"):
         lazy(tx).init(params)
     tx = lazy(tx, check=False)
     args = params, tx.init(params), rows, values
