@@ -70,20 +70,17 @@ def as_update(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
 # ------------------------------------------------------------------ whole trees
 
 
-def run(
-    tx: Any, key: Any, step: Step, extra_args: dict[str, Any]
-) -> tuple[list[Any], Any]:
+def run(tx: Any, step: Step, extra_args: dict[str, Any]) -> tuple[list[Any], Any]:
     """Updates and new state, by running `tx` on the rows of all gradients.
 
     Args:
       tx: the transformation, with extra arguments.
-      key: of the step before its stacks were made one table each.
       step: without stacks.
       extra_args: of `tx.update`.
     """
     merged = {i: merge_duplicates(step.grads[i]) for i in step.tables}
     num_rows = tuple(rows.capacity for rows in merged.values())
-    reason = separability.difference_of_rows(tx, *key, num_rows)
+    reason = separability.difference_of_rows(tx, *step.key, num_rows)
     if reason is not None:
         raise separability.refused("this optimizer", reason)
     rows = gather(

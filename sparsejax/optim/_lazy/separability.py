@@ -227,7 +227,7 @@ def _tree(params: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def moved(tx: Any, treedef: Any, specs: Sequence[Any]) -> dict[int, list[str]]:
-    """Returns what a row without gradient changes: "weights", or paths in the state.
+    """Returns what changes in a row without a gradient: "weights", or state paths.
 
     Returns:
       A dict by the number of each table that can be lifted.
@@ -558,7 +558,7 @@ class Update:
         return known_faults or [*self._faults_of(split, over_rows)]
 
     def _tables_of(self, jaxpr, path) -> Any:
-        """Returns the tables an equation is computed from, except the known ones."""
+        """Returns the tables of the inputs with rows of the equation at `path`."""
         tables = {
             v: frozenset([x.table])
             for v, x in zip(jaxpr.invars, self.arguments())

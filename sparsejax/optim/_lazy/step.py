@@ -42,8 +42,8 @@ class Step(NamedTuple):
     grads: list[Any]
     weights: list[Any] | None
     state: Any
-    owners: tuple[int | None, ...] = ()
-    stacks: dict[int, SelectedRows] = {}
+    owners: tuple[int | None, ...]
+    stacks: dict[int, SelectedRows]
 
     @classmethod
     def of(cls, updates: Any, state: Any, params: Any) -> "Step":
