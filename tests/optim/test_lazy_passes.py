@@ -378,8 +378,8 @@ def _compiled(tx, look=None, ids=4096, height=200_003, dim=64):
 @pytest.mark.parametrize("name", ["adam", "clip before"])
 def test_no_array_of_the_gradients_size_but_itself(name):
     compiled, gradient = _compiled(lazy(IN_PASSES[name]()), ids=65_536)
-    # A copy of the argument, in which duplicates are summed; blocks; ids. Before jax 0.8
-    # XLA does not fuse the squares of a norm into their sum: one array more.
+    # A copy of the argument, in which duplicates are summed; blocks; ids. Before
+    # jax 0.8, XLA does not fuse the squares of a norm into their sum: one array more.
     is_old = jax.__version_info__ < (0, 8)
     bound = 2.3 if name == "clip before" and is_old else 1.3
     assert compiled.memory_analysis().temp_size_in_bytes < bound * gradient
