@@ -7,7 +7,6 @@ differs between releases of JAX, from 0.7.2 on. No other file of the package imp
 
 import contextlib
 import functools
-import inspect
 import os
 import re
 import sys
@@ -481,30 +480,7 @@ def define_opaque(
         from jax._src.export import serialization
 
         serialization.register_dtype_kind(dtype, number)
-    _name_dtype_in_errors(dtype)
     return dtype, wrap
-
-
-def _name_dtype_in_errors(dtype: Any) -> None:
-    """Makes methods of arrays of `dtype` raise errors that say its name.
-
-    Outside of `jit`, methods that a key does not have raise "Cannot call abstract
-    method real", whatever the key. Arrays of other dtypes stay as they are.
-    """
-    for name in ("real", "imag", "conj", "astype", "sum", "mean", "max", "min"):
-        old = inspect.getattr_static(_prng.PRNGKeyArray, name)
-
-        def get(self, name=name, old=old):
-            if self.dtype != dtype:
-                return old.__get__(self)
-
-            def refuse(*args, **kwargs):
-                del args, kwargs
-                raise TypeError(f"{name} does not accept dtype {dtype.name}.")
-
-            return refuse() if isinstance(old, property) else refuse
-
-        setattr(_prng.PRNGKeyArray, name, property(get))
 
 
 def _draw(*args: Any) -> Any:

@@ -222,7 +222,8 @@ class QuantizedTable:
             )
         return NotImplemented
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     # -- reading -----------------------------------------------------------------
 

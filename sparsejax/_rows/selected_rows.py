@@ -354,7 +354,9 @@ class SelectedRows(metaclass=_InErrors):
             "values, or sparsejax.optim.global_norm."
         )
 
-    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any):
+    def __array_function__(
+        self, function: Any, types: Any, args: Any, kwargs: Any
+    ) -> Any:
         if function in (np.array_equal, np.array_equiv):  # they would answer False
             self.__array__()
         return function._implementation(*args, **kwargs)
@@ -369,7 +371,8 @@ class SelectedRows(metaclass=_InErrors):
             )
         return NotImplemented
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     # -- rows --------------------------------------------------------------------
 

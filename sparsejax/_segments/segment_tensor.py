@@ -184,7 +184,8 @@ class SegmentTensor:
             )
         return NotImplemented
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
     # -- from other representations ----------------------------------------------
 

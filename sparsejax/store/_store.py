@@ -115,7 +115,7 @@ class KVStore:
     """
 
     def __init__(self, mesh: Mesh | None = None):
-        self.engine = Engine(mesh)
+        self.engine: Any = Engine(mesh)  # its types are not for users
         self._processes: Processes | None = None
         devices = self.engine.devices
         if devices is not None and devices.count > 1:

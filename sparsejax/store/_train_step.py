@@ -14,7 +14,7 @@ from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows
 from sparsejax.optim import global_norm
-from sparsejax.store._engine import Engine, Request
+from sparsejax.store._engine import Request
 from sparsejax.store._functions import (
     Program,
     RowIds,
@@ -48,7 +48,7 @@ class RowsStep:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Any,
         fun: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         *,
@@ -168,7 +168,7 @@ class TrainStep:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Any,
         fun: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         has_aux: bool,

@@ -27,7 +27,6 @@ from jax.typing import DTypeLike
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._rows import SelectedRows, indexing, is_selected_rows, merge
-from sparsejax.store._engine import Engine
 from sparsejax.transform.interpreter import RuleContext, Site, register_rule
 from sparsejax.transform.plan import DensifyError
 from sparsejax.transform.rules.bag_sum import bag_sum_rule
@@ -42,10 +41,10 @@ Pulled = tuple[Any, Any]
 class _TreeTable:
     """A table in a tree of parameters, instead of an array."""
 
-    engine: Engine
+    engine: Any  # the store's; its types are not for users
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype
 
     # NumPy must leave `array + table` to us instead of looping over objects.
     __array_ufunc__ = None
@@ -111,10 +110,12 @@ class StoredTable(_TreeTable):
     """
 
     def __init__(
-        self, engine: Engine, name: str, shape: tuple[int, ...], dtype: DTypeLike
+        self, engine: Any, name: str, shape: tuple[int, ...], dtype: DTypeLike
     ):
-        self.engine, self.name, self.shape = engine, name, shape
-        self.dtype = np.dtype(dtype)
+        self.engine: Any = engine
+        self.name: str = name
+        self.shape: tuple[int, ...] = shape
+        self.dtype: np.dtype = np.dtype(dtype)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StoredTable) and self._key == other._key
@@ -241,8 +242,10 @@ class CachedRows(_TreeTable):
 
     def __init__(self, array: ArrayLike, cache: Cache, stored: StoredTable):
         self.array, self.cache, self.stored = array, cache, stored
-        self.engine, self.name = stored.engine, stored.name
-        self.shape, self.dtype = stored.shape, stored.dtype
+        self.engine: Any = stored.engine
+        self.name: str = stored.name
+        self.shape: tuple[int, ...] = stored.shape
+        self.dtype: np.dtype = stored.dtype
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Returns the child with its key, and the static fields."""

@@ -107,7 +107,7 @@ def test_a_batch_outside_of_vmap(name):
     try:
         got = f(batch, array)
     except Exception as error:
-        assert "this is a batch" in str(error) and "jax.vmap(f)(batch)" in str(error)
+        assert "This is a batch" in str(error) and "jax.vmap(f)(batch)" in str(error)
     else:
         assert_trees_close(got, jax.vmap(f, (0, None))(batch, array))
 

@@ -68,12 +68,12 @@ CHAINS = {
             ("trace", 32),
         ),
         "jitted",
-        "compared",
+        "refused",
     ),
     "a_mask_made_by_a_wrapper_of_a_user": (
         (("masked_by_user", 26, (("masked", 18, (("trace", 5),)), ("scale", 4))),),
         "eager",
-        "compared",
+        "refused",
     ),
     "decay_that_a_clip_bounds": (
         (("pull_to_zero", 11), ("clip", 1)),
@@ -83,7 +83,7 @@ CHAINS = {
     "decay_as_fast_as_moments_fade": (
         (("adamw()", 38), ("add_decayed_weights", 8), ("scale", 35)),
         "exact",
-        "refused",
+        "compared",
     ),
     "coordinates_mixed_before_moments": (
         (("centralize", 0), ("trace", 0)),

@@ -29,6 +29,7 @@ from sparsejax.optim._lazy.row_program import NotByRows
 
 BOUND = 2e-7  # relative error of F: about the rounding of float32
 LARGEST_BOUND = 2e-6  # where BOUND takes more nodes than float32 can sum
+STEP_BOUND = 3e-6  # error of F relative to the next step, which may be far smaller
 NODES = (2, 4, 6, 8, 10, 12, 16, 20)  # numbers of nodes that are tried
 MAX_HORIZON = 4096
 FACTORS_AT = np.array([1, 2, 4, 16, 256, 10**5], np.int32)  # step counts
@@ -213,9 +214,13 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     if step.second_moment is None:
         return recurrence
     factors = _factors(step, recurrence)
+    # F is far larger than a step if weights decay about as fast as moments fade.
+    steps_in_all = max((near.sum() / near[0] for near, _ in factors), default=1.0)
     for nodes in NODES:
         bound = max(closed_form.error_bound(*x, nodes=nodes) for x in factors)
-        if bound <= (LARGEST_BOUND if nodes == NODES[-1] else BOUND):
+        is_last = nodes == NODES[-1]
+        fits = bound <= (LARGEST_BOUND if is_last else BOUND)
+        if fits and (is_last or bound * steps_in_all <= STEP_BOUND):
             return recurrence._replace(nodes=nodes, bound=bound)
     raise NotByRows(
         "its dependence on the second moment changes too much from step to step: "
