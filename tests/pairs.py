@@ -355,7 +355,7 @@ PLACES = {
 }
 _ACCUMULATE = "accumulate(lazy(adamw))"
 _BY_PATH = "Pass the transformation that the function chooses for this table."
-_TREE = "A tree of masks or labels must have the structure of the parameters"
+_TREE = "pass the transformation, mask or capacity of this table"
 REFUSED: dict[tuple[str, str], str] = {
     **{
         (_ACCUMULATE, place): "Shard the table by columns"
