@@ -219,13 +219,16 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     for nodes in NODES:
         bound = max(closed_form.error_bound(*x, nodes=nodes) for x in factors)
         is_last = nodes == NODES[-1]
-        fits = bound <= (LARGEST_BOUND if is_last else BOUND)
-        if fits and (is_last or bound * steps_in_all <= STEP_BOUND):
+        largest, of_step = (
+            (LARGEST_BOUND, TOLERANCE) if is_last else (BOUND, STEP_BOUND)
+        )
+        if bound <= largest and bound * steps_in_all <= of_step:
             return recurrence._replace(nodes=nodes, bound=bound)
     raise NotByRows(
         "its dependence on the second moment changes too much from step to step: "
-        f"interpolation has a relative error of {bound:.1e}, more than "
-        f"{LARGEST_BOUND:g}"
+        f"interpolation has an error of {bound:.1e} of the whole distance and "
+        f"{bound * steps_in_all:.1e} of a step; the limits are {LARGEST_BOUND:g} and "
+        f"{TOLERANCE:g}"
     )
 
 
