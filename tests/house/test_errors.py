@@ -14,7 +14,6 @@ PAGE = error_table.PAGE.read_text()
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("section", error_table.sections(), ids=lambda s: s.title)
 def test_the_page_is_what_is_found(section):
     assert error_table.table(section) in PAGE, (

@@ -3,13 +3,13 @@
     python tests/tools/error_table.py             makes the page again
     python tests/tools/error_table.py --missing   lists the `raise`s without a call
 
-The calls are in `error_calls_core.py` and `error_calls_packages.py`. `test_errors.py`
-makes the page again and compares, so that a diff shows each change of a message.
+The page holds the calls: to add one, write a row with empty cells, `| `call` | | |`, and
+make the page. `test_errors.py` makes it too and compares, so that a diff shows each
+change of a message.
 """
 
 import ast
 import contextlib
-import functools
 import os
 import pathlib
 import re
@@ -40,13 +40,11 @@ class Section(NamedTuple):
       title: of the section.
       given: code that runs before each call.
       calls: code, each of which raises. A name that it binds is its own.
-      once: code before `given` that runs once: no call changes what it makes.
     """
 
     title: str
     given: str
     calls: list[str]
-    once: str = ""
 
 
 class Answer(NamedTuple):
@@ -55,23 +53,15 @@ class Answer(NamedTuple):
     message: str
 
 
-@functools.cache
-def _names_of(once: str) -> dict[str, Any]:
-    names: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(once, "given.py", "exec"), names)
-    return names
-
-
 def answer(section: Section, call: str) -> Answer:
     """Runs a call in an empty folder.
 
     Raises:
       AssertionError: the call did not raise.
     """
-    names = {**_names_of(section.once)}
+    names: dict[str, Any] = {"__name__": "__main__"}
     with tempfile.TemporaryDirectory() as folder, _in_folder(folder):
-        given = "\n" * section.once.count("\n") + section.given  # as numbered above
-        exec(compile(given, "given.py", "exec"), names)
+        exec(compile(section.given, "given.py", "exec"), names)
         try:
             # A later line that raises is one of the user's: so is its file's name.
             exec(compile(call, "model.py", "exec"), names)
@@ -99,15 +89,12 @@ def _in_folder(folder: str):
 
 def table(section: Section) -> str:
     """A section of the page."""
-    lines = [f"\n## {section.title}\n"]
-    given = (section.once + section.given).strip()
-    if given:
-        lines += ["```python", given, "```\n"]
+    lines = [f"\n## {section.title}\n", "```python", section.given, "```\n"]
     lines += ["| call | | message |", "|---|---|---|"]
     for call in section.calls:
-        found = answer(section, call)
-        code = "<br>".join(_code(line) for line in call.strip().splitlines())
-        lines.append(f"| {code} | {found.error} | {_cell(found.message)} |")
+        raised = answer(section, call)
+        code = "<br>".join(_code(line) for line in call.splitlines())
+        lines.append(f"| {code} | {raised.error} | {_cell(raised.message)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -117,16 +104,30 @@ def _code(line: str) -> str:
     return "&emsp;" * ((len(line) - len(bare)) // 2) + f"`{bare}`".replace("|", "\\|")
 
 
+def _call(row: str) -> str:
+    """The code in the first cell of a row."""
+    cell = re.split(r"(?<!\\) \|", row[2:])[0].replace("\\|", "|")
+    lines = [line.rpartition("&emsp;") for line in cell.split("<br>")]
+    return "\n".join(
+        "  " * (f"{indent}{tab}".count("&emsp;")) + code.strip("`")
+        for indent, tab, code in lines
+    )
+
+
 def _cell(message: str) -> str:
     escaped = re.sub(r"([\\|<>*_`\[\]$])", r"\\\1", message)
     return "<br>".join(line.strip() for line in escaped.splitlines() if line.strip())
 
 
 def sections() -> list[Section]:
-    import error_calls_core
-    import error_calls_packages
-
-    return [*error_calls_core.SECTIONS, *error_calls_packages.SECTIONS]
+    """The calls of the page."""
+    found = []
+    for part in PAGE.read_text().split("\n## ")[1:]:
+        title, _, text = part.partition("\n")
+        _, given, rows = re.split("```(?:python)?\n", text)
+        calls = [_call(row) for row in rows.splitlines() if row.startswith("| `")]
+        found.append(Section(title, given.rstrip("\n"), calls))
+    return found
 
 
 def page() -> str:
