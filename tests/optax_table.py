@@ -1,4 +1,4 @@
-"""Makes docs/optax_table.md: every optax transformation through `sparsejax.optim.lazy`.
+"""Makes tests/docs/optax_table.md: every optax transformation through `sparsejax.optim.lazy`.
 
     python tests/optax_table.py
 
@@ -22,7 +22,8 @@ from optimizers import LR, REFUSED, SCHEDULE, SEPARABLE
 from sparsejax.optim._lazy import separability
 
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "optax_table.md"
+PAGE = pathlib.Path(__file__).parent / "docs" / "optax_table.md"
+SHORT = pathlib.Path(__file__).parent.parent / "docs" / "optimizers.md"
 
 HEAD = """\
 # Optax transformations through `lazy`

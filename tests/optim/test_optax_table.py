@@ -1,4 +1,4 @@
-"""docs/optax_table.md is right about every transformation of optax."""
+"""The table of all transformations of optax is right, and docs/optimizers.md agrees."""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
@@ -37,6 +37,15 @@ def test_the_page_is_what_is_found(section):
     assert {k: v.rstrip(" |") for k, v in found.items()} == {
         k: v.rstrip(" |") for k, v in page.items()
     }, "make it again: python tests/optax_table.py"
+
+
+def test_the_page_of_optimizers_agrees():
+    short = optax_table.SHORT.read_text()
+    shown = re.findall(r"^\| (`.*`) \| (\*\*\w+\*\*|as what .*?) \|", short, re.M)
+    named = [(f"optax.{x}", kind) for cell, kind in shown for x in cell.split("`")[1::2]]
+    assert len(named) > 40
+    for name, kind in named:
+        assert IN_PAGE[name].startswith(kind.replace("they hold", "it holds")), name
 
 
 def test_nothing_is_missing():
