@@ -5,6 +5,7 @@
 #   PINS="-r tests/colab.txt"    further arguments of pip, here the lowest releases
 #   ARGS="..."          passed to the command
 #   NAME=gensim         which race; without, `make race` lists them
+#   SECONDS=60          how long each program of `make soak` runs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,13 +13,13 @@ PINS ?=
 JOBS ?= 2
 ARGS ?=
 NAME ?=
+SECONDS ?= 60
 
 # If set, every process recompiles 2,000 modules (6 s).
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-# .ci/run sets another one.
-INSTALL_WITH ?= $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -29,7 +30,7 @@ check_python = $(1) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev
 	"Name another one: make PYTHON=python3.13" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-window test-colab lint types docs notebooks bench race dist clean
+.PHONY: help demo test test-all test-window test-colab soak lint types docs notebooks bench race dist clean
 .DELETE_ON_ERROR:
 
 help:  ## this list
@@ -38,7 +39,7 @@ help:  ## this list
 demo: $(VENV)/.installed-demo  ## train word vectors on real text, and time a step
 	@$(BIN)/python examples/word2vec.py $(ARGS)
 
-test: $(VENV)/.installed-tests  ## what a contributor needs, in five minutes
+test: $(VENV)/.installed-tests  ## what a contributor needs, in four minutes
 	@$(PYTEST) --quick $(ARGS)
 
 test-all: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## every test: pages, notebooks, recorded answers too
@@ -49,6 +50,13 @@ test-window: $(VENV)/.installed-tests  ## what depends on the release of JAX
 
 test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab's
 	@TEST_COLAB=1 $(PYTEST) tests/house/test_install.py $(ARGS)
+
+soak: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## fuzzers, damaged files, kills: ARGS="--seed 7"
+	@for tool in "fuzz programs" "fuzz models" "fuzz products" "fuzz chains" "fuzz trees" \
+		damage kills changes_model index_model; do \
+		echo "=== $$tool"; \
+		$(BIN)/python -m tests.tools.$$tool --seconds $(SECONDS) $(ARGS) || exit 1; \
+	done
 
 lint: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## ruff, import-linter
 	@$(BIN)/ruff check
@@ -87,5 +95,5 @@ $(VENV)/.made:
 
 $(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made
 	@echo "Installing sparsejax[$*] into $(VENV)"
-	@$(INSTALL_WITH) -e '.[$*]' $(PINS)
+	@$(PIP_INSTALL) -e '.[$*]' $(PINS)
 	@touch $@

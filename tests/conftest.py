@@ -8,15 +8,10 @@ sharding is tested everywhere. A variable that the caller has set stays, so
 Compiled programs are kept in `.jax_cache` from one run to the next, and are shared by
 the processes of one run.
 
-With `TESTS_AS_USERS=1` the tests run as a user's program does: XLA optimizes, no
-compiled program is kept, and no function of JAX is replaced. `.ci/run` runs a part of
-the tests so.
-
 `--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
 the first 5 cases, chosen so that each shows a value that the cases before it did not;
 and no docstring's example of more than six lines, because each line compiles something.
-With `-m window` and `TESTS_AS_USERS` it is the first 2 cases, since `make test-all` has
-run them all.
+With `-m window` it is the first 2 cases, since `make test-all` has run them all.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models use the fixture
@@ -25,23 +20,20 @@ or broadcast a rank by accident. Tests that run other people's models use the fi
 
 import collections
 import ctypes
-import functools
 import gc
 import importlib.metadata
 import importlib.util
 import os
 import pathlib
 import sys
-import threading
 import zlib
 
 
 # The tests compile thousands of small programs, in several processes at once.
 # Optimizing programs this small costs more than it saves, and so does compiling them in
 # threads.
-_AS_USERS = os.environ.get("TESTS_AS_USERS", "0") != "0"
-_XLA_FLAGS = {"--xla_force_host_platform_device_count": 8}
-_FAST_COMPILE_FLAGS = {
+_XLA_FLAGS = {
+    "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_parallel_codegen_split_count": 1,
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": 1,
@@ -50,9 +42,7 @@ _FAST_COMPILE_FLAGS = {
 # The newer emitters of fused loops take up to twice as long to compile. Other releases
 # do not know the flag, so they test the newer emitters.
 if importlib.metadata.version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
-    _FAST_COMPILE_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
-if not _AS_USERS:
-    _XLA_FLAGS |= _FAST_COMPILE_FLAGS
+    _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
 
 
 def _set_environment():
@@ -101,41 +91,12 @@ def _leave_tracebacks_out_of_programs():
     os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 
-def _write_whole_programs():
-    """Writes cache files whole: processes that compile the same program share them."""
-    from jax._src import lru_cache  # noqa: TID251  (nothing public writes them)
-
-    suffix = getattr(lru_cache, "_CACHE_SUFFIX", "")
-
-    def put(self, key, value):
-        file = self.path / f"{key}{suffix}"
-        if not file.exists():
-            part = self.path / f"{os.getpid()}-{threading.get_ident()}"
-            part.write_bytes(value)
-            part.replace(file)
-
-    lru_cache.LRUCache.put = put
-
-
-def _share_contexts():
-    """Shares one MLIR context: JAX makes one for each lowered program, in 3 to 5 ms.
-
-    With `_write_whole_programs` this saves a fifth of the CPU time of the tests.
-    """
-    from jax._src.interpreters import mlir  # noqa: TID251  (nothing public makes them)
-
-    mlir.make_ir_context = functools.cache(mlir.make_ir_context)
-
-
 _ROOT = pathlib.Path(__file__).parent.parent
 _set_environment()
 _more_threads_than_devices()
-if not _AS_USERS:
-    _keep_compiled_programs()
-    _keep_tracebacks_whole()
-    _leave_tracebacks_out_of_programs()
-    _write_whole_programs()
-    _share_contexts()
+_keep_compiled_programs()
+_keep_tracebacks_whole()
+_leave_tracebacks_out_of_programs()
 
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
@@ -180,8 +141,8 @@ def pytest_configure(config):
         config.option.ignore = [*ignored, str(_ROOT / "sparsejax/nn/keras.py")]
     if not hasattr(config, "workerinput"):
         _forget_old_programs()
-    # Other processes of a test write to the same cache, and not whole files; what
-    # cannot be read is compiled, and not every program can be written.
+    # JAX does not write whole files to the cache that the processes share: a program
+    # that cannot be read is compiled. Not every program can be written.
     ignored = ["Error (reading|writing) persistent compilation cache"]
     if jax.__version_info__ < (0, 8):  # its checkify says it of itself
         ignored.append("Explicitly requested dtype int64 requested in ones")
@@ -204,8 +165,8 @@ def pytest_collection_modifyitems(config, items):
             if "pyarrow" in source and importlib.util.find_spec("pyarrow") is None:
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
     if config.getoption("quick"):
-        again = _AS_USERS or _asks_for_the_window(config)
-        kept = _representatives(kept, _CASES_AGAIN if again else _QUICK_CASES)
+        most = _CASES_AGAIN if _asks_for_the_window(config) else _QUICK_CASES
+        kept = _representatives(kept, most)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
     is_slow = lambda x: x.get_closest_marker("slow")

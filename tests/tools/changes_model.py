@@ -10,6 +10,7 @@ be refused with nothing changed.
 """
 
 import argparse
+import collections
 import copy
 import itertools
 import pathlib
@@ -177,7 +178,7 @@ class Follower:
 def compare(seed, steps):
     """Runs one random sequence; the number of files by what became of them."""
     rng = np.random.default_rng(seed)
-    outcomes = {}
+    outcomes = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         trainer, model = new_store(), Model()
@@ -239,7 +240,7 @@ def compare(seed, steps):
                 own = [x[:3] for x in files if x[3] == follower.with_state]
                 recent = own[-1 - min(int(rng.geometric(0.6)) - 1, len(own) - 1)]
                 found = follower.apply(*recent)
-                outcomes[found] = outcomes.get(found, 0) + 1
+                outcomes[found] += 1
                 if found == "refused" and rng.random() < 0.2:
                     if follower.with_state:
                         follower.restart(save(), model.loaded())
@@ -264,23 +265,20 @@ def compare(seed, steps):
 
 def main():
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    began, total, seed = time.perf_counter(), {}, options.seed
-    for seed in range(options.seed, options.seed + -(-options.steps // 1_000)):
+    until, total = time.monotonic() + options.seconds, collections.Counter()
+    for seed in itertools.count(options.seed):
+        if time.monotonic() > until:
+            shown = ", ".join(f"{count:,} {name}" for name, count in total.items())
+            print(f"seeds {options.seed} to {seed - 1}, equal; files: {shown}")
+            return
         try:
-            found = compare(seed, min(options.steps, 1_000))
+            total += compare(seed, 1_000)
         except BaseException:
             print(f"seed {seed} differs")
             raise
-        total = {
-            name: total.get(name, 0) + found.get(name, 0) for name in found | total
-        }
-    seconds = time.perf_counter() - began
-    shown = ", ".join(f"{count:,} {name}" for name, count in sorted(total.items()))
-    print(f"{options.steps:,} steps from seed {options.seed}, {seconds:.0f} s: equal")
-    print(f"files: {shown}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python tests/tools/error_table.py             makes the page again
     python tests/tools/error_table.py --missing   lists the `raise`s without a call
 
-The page holds the calls: to add one, write a row with empty cells, `| `call` | | |`, and
-make the page. `test_errors.py` makes it too and compares, so that a diff shows each
+The page holds the calls: to add one, write a row with empty cells, "| `call` | | |",
+and make the page. `test_errors.py` makes it too and compares, so that a diff shows each
 change of a message.
 """
 

@@ -6,6 +6,7 @@ difference, which it shows as the seed of its stream.
 """
 
 import argparse
+import itertools
 import pathlib
 import sys
 import time
@@ -138,19 +139,19 @@ def compare(seed, num_steps, size=256, capacity=1_000):
 
 def main():
     parser = argparse.ArgumentParser(description="Compares HashIndex with a dict.")
-    parser.add_argument("--operations", type=int, default=1_000_000)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    began, done, seed = time.perf_counter(), 0, options.seed
-    while done < options.operations:
+    until, done = time.monotonic() + options.seconds, 0
+    for seed in itertools.count(options.seed):
+        if time.monotonic() > until:
+            print(f"seeds {options.seed} to {seed - 1}, {done:,} operations: equal")
+            return
         try:
             done += compare(seed, num_steps=500)
         except AssertionError:
             print(f"seed {seed} differs")
             raise
-        seed += 1
-    seconds = time.perf_counter() - began
-    print(f"{done:,} operations, {seed - options.seed} streams, {seconds:.0f} s: equal")
 
 
 if __name__ == "__main__":

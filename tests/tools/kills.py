@@ -1,6 +1,6 @@
 """Kills processes at random moments and checks their files.
 
-    python -m tests.tools.kills --count 500           500 kills, over all kinds
+    python -m tests.tools.kills --seconds 60          all kinds, for a minute
     python -m tests.tools.kills --kind push --seed 3
 
 A child works without end: it replaces a file, saves a store, trains a mapped table,
@@ -456,7 +456,8 @@ class Victim:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--count", type=int, default=60)
+    parser.add_argument("--count", type=int, default=10**9)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -467,12 +468,16 @@ def main() -> int:
             own = pathlib.Path(folder, kind)
             own.mkdir()
             victims.append(Victim(kind, own, rng))
+        until = time.monotonic() + given.seconds
         for k in range(given.count):
+            if time.monotonic() > until:
+                break
             victims[k % len(victims)].kill()
         for victim in victims:
             victim.finish()
             print(f"{victim.kind:8} {victim.kills:4} kills")
-    print(f"{given.count} kills of seed {given.seed}, nothing lost")
+    kills = sum(victim.kills for victim in victims)
+    print(f"{kills} kills of seed {given.seed}, nothing lost")
     return 0
 
 
