@@ -1,4 +1,4 @@
-"""Makes docs/howto/which_table.md: what works with each kind of table.
+"""Makes tests/docs/which_table.md: what works with each kind of table.
 
     python tests/tables_table.py
 
@@ -29,7 +29,7 @@ import pairs
 import sparsejax as sj
 
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "howto" / "which_table.md"
+PAGE = pathlib.Path(__file__).parent / "docs" / "which_table.md"
 V, D, STEPS = 40, 4, 4
 RNG = np.random.default_rng(0)
 WHOLE = RNG.normal(size=(V, D)).astype(np.float32)
@@ -429,11 +429,9 @@ Tables are kept in seven ways. The table below says what works with each of them
   `table[k]`.
 - **`SelectedRows`**: some rows of a table. It is a gradient, or the rows of a pull,
   which a loss reads in place of the table.
-- **`QuantizedTable`**: a table in 8, 4 or 2 bits ([quantized
-  tables](quantized_tables.md)).
-- **`ShardedTable`**: rows over several devices ([many devices](many_devices.md)).
-- **`KVStore`**: rows in host memory or a file. A step reads the rows of `pull` ([big
-  tables](big_tables.md)).
+- **`QuantizedTable`**: a table in 8, 4 or 2 bits.
+- **`ShardedTable`**: rows over several devices.
+- **`KVStore`**: rows in host memory or a file. A step reads the rows of `pull`.
 - **`CachedTable`**: the same, with the hot rows on the device, where
   `store.train_step` trains them.
 
@@ -453,9 +451,6 @@ FOOT = """
 `tx` is an optax transformation. `lazy` and `accumulate` were tried with Adagrad,
 `exact` with Adam, `ema` and `rounding` with SGD. In a `KVStore` the optimizer is an
 argument of `init`, and runs on the host.
-
-[Checkpoints](checkpoint_and_resume.md#which-type-by-which-way) has pickle, NumPy,
-equinox and flax.
 """
 
 

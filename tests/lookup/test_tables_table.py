@@ -1,4 +1,4 @@
-"""docs/howto/which_table.md is right about every cell."""
+"""tests/docs/which_table.md is right about every cell."""
 
 import pytest
 
