@@ -1,13 +1,20 @@
 """The harness of the five pages that map another system's names to code.
 
 On docs/torch.md and docs/tensorflow.md, and on gluon.md, paddle.md and caffe2.md in
-this folder, which no user looks for, each row of a table
-in a numbered section holds a name of the other system and the code to write instead.
-`golden/NAME.json` and `.npz` hold the answers of the other system.
+this folder, which no user looks for, each row of a table in a numbered section holds a
+name of the other system and the code to write instead. `golden/NAME.json` and `.npz`
+hold the answers of the other system. `NAME.txt` has examples of the cells that it gave
+no answer for, and of the rows of the table of differences, a line each:
+
+    cell | arguments by name | its value
+    ? difference | expression | its value
+
+A value is an array of the same storage, a list, or a function that returns True.
 """
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import scipy.sparse as sp
 
 import pages
@@ -82,7 +90,15 @@ class Recorded(Golden):
         folder = pages.DOCS if name in ON_THE_SITE else TESTS / "docs"
         self.page = folder / f"{name}.md"
         self.more = TESTS / "docs" / f"{name}_rows.md"  # not on the site
-        self.checked: dict[str, Any] = {}
+        examples = TESTS / "docs" / f"{name}.txt"
+        text = examples.read_text() if examples.exists() else ""
+        lines = [
+            re.split(r" \|(?= )", x) for x in text.splitlines() if x and x[0] != "#"
+        ]
+        self.examples = [tuple(part.strip() for part in line) for line in lines]
+        self.checked: dict[str, Any] = {
+            line[0].removeprefix("? "): None for line in self.examples
+        }
         self.rows = [
             cells
             for section, cells in self.tables()
@@ -124,6 +140,17 @@ class Recorded(Golden):
         """The value of the cell of `key`."""
         return eval(self.cells[key], {**self.blocks, **names})
 
+    def check_example(self, line: tuple[str, ...], names: dict[str, Any]) -> None:
+        """Compares a line of `NAME.txt`, in which `names` are known."""
+        key, code, value = line
+        names = {**self.blocks, **names}
+        if key.startswith("? "):
+            got = eval(code, names)
+        else:
+            given = eval(f"dict({code})", names)
+            got, names = self.run(key, **given), {**names, **given}
+        assert_like(got, eval(value, names))
+
     def checks(self, *keys: str) -> Callable[[Any], Any]:
         """Registers a check of cells or of rows of the table of differences."""
 
@@ -158,6 +185,30 @@ def assert_same_kind(got: Any, want: Any, **tolerances: float) -> None:
     for kind in (sj.SelectedRows, sp.csr_matrix):
         assert isinstance(got, kind) == isinstance(want, kind), (got, want)
     assert_answers(got, want, **tolerances)
+
+
+def assert_like(got: Any, want: Any) -> None:
+    """As `assert_same_kind`; of lists, dicts and tuples each value; see above."""
+    if callable(want) and not callable(got):
+        assert want(got), got
+    elif isinstance(want, dict | tuple):
+        pairs = want.items() if isinstance(want, dict) else enumerate(want)
+        assert len(got) == len(want)
+        for key, value in pairs:
+            assert_like(got[key], value)
+    elif isinstance(got, sj.SegmentTensor):
+        assert got.to_lists() == want
+    elif isinstance(want, str | bool | None | type) or isinstance(got, list):
+        assert got == want
+    else:
+        assert_same_kind(got, want)
+
+
+def raises(f: Callable[[], Any], error: Any, match: str | None = None) -> bool:
+    """Return True; fails if a call does not raise."""
+    with pytest.raises(error, match=match):
+        f()
+    return True
 
 
 def is_training(case: Any) -> bool:
