@@ -1,21 +1,17 @@
 """Dense training at sparse cost: `exact(tx)` beside `tx` on dense gradients and `lazy`.
 
-Word vectors are trained on a text (skip-grams with negative samples), or a sparse
-linear model on a libsvm file, with the same batches several times: by optax on dense
-gradients, by `sparsejax.optim.exact`, and by `sparsejax.optim.lazy`. Told is how far
-the last two are from the first. For a yardstick, dense and exact training are repeated
-in float64: what float32 is off by, and what exact is off by without rounding.
+Word vectors are trained on a text (skip-grams with negative samples), with the same
+batches several times: by optax on dense gradients, by `sparsejax.optim.exact`, and by
+`sparsejax.optim.lazy`. Told is how far the last two are from the first. For a
+yardstick, dense and exact training are repeated in float64: what float32 is off by, and
+what exact is off by without rounding.
 
     python -m benchmarks exact_loss --text book.txt.gz --out exact_adam.png
-    python -m benchmarks exact_loss --libsvm data.train --out ""
-    python -m benchmarks exact_loss --time
 """
 
 import argparse
 import functools
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +21,6 @@ import numpy as np
 import optax
 
 import sparsejax as sj
-from benchmarks import timing
-from benchmarks.sweep import Case, loss_fn as click_loss, make_batch
 from examples import word2vec
 
 
@@ -106,35 +100,6 @@ def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
     )
 
 
-def linear_loss(params: Any, batch: Any) -> jax.Array:
-    """Logistic loss of a linear model; an id that is out of range adds nothing."""
-    ids, labels = batch
-    weights = sj.lookup(params["table"], ids, mode="zero")[..., 0]
-    logits = jnp.sum(weights, axis=1) + params["bias"]
-    return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
-
-
-def libsvm(path: str, steps: int, batch: int) -> Task:
-    """A linear model on `label index:1 ...` lines; the last tenth is held out."""
-    lines = [line.split() for line in open(path, encoding="ascii")]
-    rows = [[int(x.split(":")[0]) for x in line[1:]] for line in lines]
-    height = max(map(max, rows)) + 1
-    ids = np.full((len(rows), max(map(len, rows))), height, np.int32)
-    for row, mine in zip(ids, rows):
-        row[: len(mine)] = mine
-    labels = np.array([float(line[0]) for line in lines], np.float32)
-    rng = np.random.default_rng(0)
-    cut = len(rows) * 9 // 10
-    chosen = rng.integers(0, cut, (steps, batch))
-    return Task(
-        f"linear model, {height} features",
-        linear_loss,
-        {"table": np.zeros((height, 1), np.float32), "bias": np.zeros((), np.float32)},
-        (ids[chosen], labels[chosen]),
-        (ids[cut:], labels[cut:]),
-    )
-
-
 # ------------------------------------------------------------------ training
 
 
@@ -209,73 +174,6 @@ def distance(a: Any, b: Any) -> tuple[float, float]:
     return float(losses), float(np.linalg.norm(a[2] - b[2]) / np.linalg.norm(b[2]))
 
 
-# ------------------------------------------------------------------ step time
-
-
-def measure(rows: int, zipf: bool, tx: Any, seconds: float) -> dict[str, float]:
-    """Milliseconds of a step, lazy and exact, and the ratio; `rows` rows, 8,192 ids."""
-    case = Case("rows", "adam", rows, 8192, 64, zipf)
-    rng = np.random.default_rng(0)
-    tables = {"table": True, "weights": False}
-    value_and_grad = sj.value_and_grad(click_loss, tables=tables)
-    exact = sj.optim.exact(tx, tables=tables)
-    lazy = sj.optim.lazy(tx)
-
-    def lazy_step(carry, batch):
-        params, state = carry
-        loss, grads = value_and_grad(params, batch)
-        updates, state = lazy.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    def exact_step(carry, batch):
-        both = sj.optim.exact_value_and_grad(click_loss, exact, tables=tables)
-        params, state = carry
-        (loss, grads), params, state = both(params, state, batch)
-        updates, state = exact.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), loss
-
-    def start(tx):
-        params = {
-            "table": jnp.full((rows, 64), 0.01, jnp.float32),
-            "weights": jnp.linspace(-1.0, 1.0, 64, dtype=jnp.float32),
-        }
-        return params, tx.init(params)
-
-    carries = {"lazy": jax.jit(lambda: start(lazy))()}
-    carries["exact"] = jax.jit(lambda: start(exact))()
-    steps = {"lazy": lazy_step, "exact": exact_step}
-    steps = {k: jax.jit(f, donate_argnums=0) for k, f in steps.items()}
-    times: dict[str, list[float]] = {kind: [] for kind in steps}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times["exact"]) < 12:
-        batch = jax.block_until_ready(make_batch(case, rng))
-        for kind, step in steps.items():  # they take turns
-            began = time.perf_counter()
-            carries[kind] = jax.block_until_ready(step(carries[kind], batch))[0]
-            times[kind].append(time.perf_counter() - began)
-    result = {kind: timing.median_ms(spent[4:]) for kind, spent in times.items()}
-    # Of neighbours, so that what else the machine does matters less.
-    ratios = [b / a for a, b in zip(times["lazy"][4:], times["exact"][4:])]
-    return {**result, "ratio": statistics.median(ratios)}
-
-
-def show_times(seconds: float) -> None:
-    """A table of step times."""
-    machine = timing.machine()
-    print("  ".join(f"{key} {value}" for key, value in machine.items()))
-    print("optimizer        rows  ids      lazy ms  exact ms  ratio")
-    for name, tx in optimizers(1000, 1e-3).items():
-        for rows in (10**4, 10**5, 10**6):
-            for zipf in (True, False):
-                ms = measure(rows, zipf, tx, seconds)
-                print(
-                    f"{name:13} {rows:>9,}  {'Zipf' if zipf else 'uniform':8}"
-                    f"{ms['lazy']:>7.2f} {ms['exact']:>9.2f} "
-                    f"{ms['ratio']:>6.2f}",
-                    flush=True,
-                )
-
-
 # ------------------------------------------------------------------ showing
 
 
@@ -315,7 +213,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m benchmarks exact_loss", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--text", metavar="FILE", help="default: Python's help texts")
-    parser.add_argument("--libsvm", metavar="FILE", help="a linear model instead")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--dim", type=int, default=32)
@@ -323,23 +220,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50, help="steps between losses")
     parser.add_argument("--only", help="one of the optimizers")
     parser.add_argument("--out", metavar="FILE.png", help="draws held-out losses, Adam")
-    parser.add_argument(
-        "--time", action="store_true", help="measure step times instead"
-    )
-    parser.add_argument("--seconds", type=float, default=4.0, help="a step time")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs it."""
     args = parse(argv)
-    if args.time:
-        show_times(args.seconds)
-        return 0
-    if args.libsvm:
-        task = libsvm(args.libsvm, args.steps, args.batch)
-    else:
-        task = skip_grams(args.text, args.steps, args.batch, args.dim)
+    task = skip_grams(args.text, args.steps, args.batch, args.dim)
     print(f"{task.name}, {args.steps} steps; relative distances")
     print(f"{'optimizer':50}  losses   weights    held out")
     for name, tx in optimizers(args.steps, args.rate).items():

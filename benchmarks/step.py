@@ -1,28 +1,19 @@
 """A training step at the sizes of click models: ours, PyTorch, FBGEMM, dense optax.
 
-The step is lookup, loss, gradient and update of a small click model, or of a sum of
-squares, over 1,000,000 rows of 64 numbers. All sides take turns in one process, with
-other ids in every run; every other system owns its table and state.
+The step is lookup, loss, gradient and update of a small click model, over 1,000,000
+rows of 64 numbers. All sides take turns in one process, with other ids in every run;
+every other system owns its table and state.
 
     python -m benchmarks step
     python -m benchmarks step --check --json steps.jsonl
-    python -m benchmarks step --loss squares
 
 PyTorch and FBGEMM are left out where they are not installed (`pip install torch
-fbgemm-gpu-cpu`, releases that go together), the floor where there is no C++ compiler.
-The floor (floor.cpp) reads, updates and writes each row once in native code, without
-merging duplicates. Reported are medians in milliseconds, and how many times faster
-ours is than the faster peer.
+fbgemm-gpu-cpu`, releases that go together). Reported are medians in milliseconds, and
+how many times faster ours is than the faster peer.
 """
 
 import argparse
-import ctypes
 import functools
-import os
-import pathlib
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -58,7 +49,6 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adam": lambda: optax.adam(RATE),
     "rowwise_adagrad": lambda: sj.optim.rowwise_adagrad(RATE),
 }
-KINDS = {"sgd": 0, "adagrad": 1, "adam": 2, "rowwise_adagrad": 3}
 TORCH = {"sgd": "SGD", "adagrad": "Adagrad", "adam": "SparseAdam"}
 FBGEMM = {
     "sgd": "EXACT_SGD",
@@ -67,7 +57,7 @@ FBGEMM = {
 }
 IDS = (65_536, 8_192)
 PEERS = ("torch", "fbgemm")
-SIDES = ("ours", "dense", *PEERS, "floor")
+SIDES = ("ours", "dense", *PEERS)
 
 # By step, ids and skew: how many times faster than the faster peer ours has to be.
 LEAST = {
@@ -99,7 +89,7 @@ def jax_sides(case: Case) -> tuple[dict[str, Callable], Any]:
     sides = {}
 
     def add(name, value_and_grad, lifted):
-        step = sweep.make_step(value_and_grad, lifted, sweep.LOSSES[case.loss])
+        step = sweep.make_step(value_and_grad, lifted)
         run = timing.compile_apart(step, state, batch).run
         sides[name] = lambda state, inputs: run(state, inputs["jax"])
 
@@ -108,10 +98,8 @@ def jax_sides(case: Case) -> tuple[dict[str, Callable], Any]:
     return sides, state
 
 
-def torch_loss(case: Case, rows: Any, dense: Any, clicked: Any) -> Any:
-    """The loss of `sweep.LOSSES`, of rows that were read."""
-    if case.loss == "squares":
-        return rows.square().sum()
+def torch_loss(rows: Any, dense: Any, clicked: Any) -> Any:
+    """The loss of `sweep`, of rows that were read."""
     functional = torch.nn.functional
     return functional.binary_cross_entropy_with_logits(rows @ dense, clicked)
 
@@ -129,7 +117,7 @@ def torch_side(case: Case, table: np.ndarray, weights: np.ndarray) -> Callable:
         ids, clicked = inputs["torch"]
         rows.grad = dense.grad = None
         read = torch.nn.functional.embedding(ids, rows, sparse=True)
-        torch_loss(case, read, dense, clicked).backward()
+        torch_loss(read, dense, clicked).backward()
         tx.step()
         tx_dense.step()
         return state, ()
@@ -156,51 +144,8 @@ def fbgemm_side(case: Case, table: np.ndarray, weights: np.ndarray) -> Callable:
     def run(state, inputs):
         ids, clicked = inputs["torch"]
         dense.grad = None
-        torch_loss(case, module(ids, offsets), dense, clicked).backward()
+        torch_loss(module(ids, offsets), dense, clicked).backward()
         tx_dense.step()
-        return state, ()
-
-    return run
-
-
-@functools.cache
-def floor_library() -> Any:
-    """floor.cpp, compiled; None without a compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        return None
-    source = pathlib.Path(__file__).with_name("floor.cpp")
-    built = pathlib.Path(tempfile.mkdtemp()) / "floor.so"
-    options = ["-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
-    # Parts of -ffast-math. As a whole it makes the library, when it is loaded, flush
-    # the subnormal numbers of the process to zero.
-    options += ["-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"]
-    options += ["-freciprocal-math", "-ffinite-math-only", "-fno-math-errno"]
-    subprocess.run([compiler, *options, str(source), "-o", str(built)], check=True)
-    return ctypes.CDLL(str(built))
-
-
-def floor_arrays(table: np.ndarray) -> list[np.ndarray]:
-    """The table and state of the floor."""
-    return [table.copy(), np.zeros_like(table), np.zeros_like(table)]
-
-
-def floor_side(
-    case: Case, arrays: Sequence[np.ndarray], weights: np.ndarray
-) -> Callable:
-    """The floor, which updates `floor_arrays`."""
-    pointer = lambda x: ctypes.c_void_p(x.ctypes.data)
-    step, threads = floor_library().step, int(timing.machine()["cores"])
-
-    def run(state, inputs):
-        ids, clicked = inputs["numpy"]
-        step(
-            KINDS[case.optimizer],
-            *map(pointer, (ids, clicked)),
-            *map(ctypes.c_int64, (case.ids, case.dim)),
-            *map(pointer, (weights, *arrays)),
-            threads,
-        )
         return state, ()
 
     return run
@@ -215,17 +160,15 @@ def peers(case: Case, state: Any) -> dict[str, Callable]:
         sides["torch"] = torch_side(case, table, weights)
     if fbgemm is not None and case.optimizer in FBGEMM:
         sides["fbgemm"] = fbgemm_side(case, table, weights)
-    if floor_library() is not None and case.loss == "logistic":
-        sides["floor"] = floor_side(case, floor_arrays(table), weights)
     return sides
 
 
 def make_inputs(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     """One batch, as each side takes it."""
     batch = sweep.make_batch(case, rng)
-    ids, clicked = arrays = tuple(np.array(x) for x in batch)
-    inputs = {"jax": batch, "numpy": arrays}
+    inputs = {"jax": batch}
     if torch is not None:
+        ids, clicked = (np.array(x) for x in batch)
         ids = torch.from_numpy(ids.astype(np.int64))
         inputs["torch"] = ids, torch.from_numpy(clicked)
     return inputs
@@ -241,7 +184,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for ids in args.ids:
         for name in args.steps:
             for zipf in (False, True):
-                case = Case("ids", name, args.rows, ids, args.dim, zipf, args.loss)
+                case = Case("ids", name, args.rows, ids, args.dim, zipf)
                 yield measure(case, args)
 
 
@@ -261,7 +204,6 @@ def measure(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     fastest = min((ms[name] for name in PEERS if name in ms), default=None)
     return {
         "step": case.optimizer,
-        "loss": case.loss,
         "rows": case.rows,
         "dim": case.dim,
         "ids": case.ids,
@@ -306,7 +248,6 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--dim", type=int, default=64, help="columns of the table")
     parser.add_argument("--ids", nargs="+", type=int, default=IDS, help="of a batch")
-    parser.add_argument("--loss", choices=sweep.LOSSES, default="logistic")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

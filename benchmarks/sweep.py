@@ -50,11 +50,7 @@ FIXED_ROWS = 1_000_000
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement: which optimizer, on how large a table, with how many ids.
-
-    Args:
-      loss: one of `LOSSES`.
-    """
+    """One measurement: which optimizer, on how large a table, with how many ids."""
 
     sweep: str
     optimizer: str
@@ -62,7 +58,6 @@ class Case:
     ids: int
     dim: int
     zipf: bool = False
-    loss: str = "logistic"
 
 
 def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -72,20 +67,7 @@ def loss_fn(params: Any, batch: Any) -> jax.Array:
     return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, clicked))
 
 
-def squares(params: Any, batch: Any) -> jax.Array:
-    """A sum of squares, whose derivative needs the rows themselves."""
-    ids, _ = batch
-    return jnp.sum(sj.lookup(params["table"], ids, mode="clip") ** 2)
-
-
-LOSSES = {"logistic": loss_fn, "squares": squares}
-
-
-def make_step(
-    value_and_grad: Callable,
-    tx: optax.GradientTransformation,
-    loss_fn: Callable = loss_fn,
-) -> Any:
+def make_step(value_and_grad: Callable, tx: optax.GradientTransformation) -> Any:
     """`(state, batch) -> (state, loss)`, jitted, the state donated."""
 
     @functools.partial(jax.jit, donate_argnums=0)
