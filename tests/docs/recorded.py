@@ -164,6 +164,11 @@ class Recorded(Golden):
             got, names = self.run(key, **given), {**names, **given}
         return assert_like(got, eval(*value, names))
 
+    @property
+    def by_hand(self) -> list[Any]:
+        """The registered checks."""
+        return list(dict.fromkeys(filter(None, self.checked.values())))
+
     def checks(self, *keys: str) -> Callable[[Any], Any]:
         """Registers a check of cells or of rows of the table of differences."""
 
@@ -226,36 +231,131 @@ def raises(f: Callable[[], Any], error: Any, match: str | None = None) -> bool:
     return True
 
 
-def is_training(case: Any) -> bool:
-    return "weights" in case.get("outputs", {})
+# ------------------------------------------------------------------ torch, tensorflow
 
 
-def assert_trains(
-    tx: Any, given: dict[str, Any], weights: Any, rtol: float, atol: float
-) -> None:
-    """Trains on the recorded ids and targets, and compares the weights of each step."""
-    is_exact = hasattr(tx, "catch_up")
+class ByCell(Recorded):
+    """Answers whose names are those of the page's cells.
 
-    def step(carry, batch):
-        w, state = carry
-        ids, target = batch
-        if is_exact:
-            w, state = tx.catch_up(w, state, ids)
-        loss = lambda w: jnp.sum(sj.lookup(w, ids) * target)
-        updates, state = tx.update(sj.grad(loss, tables=True)(w), state, w)
-        w = optax.apply_updates(w, updates)
-        return (w, state), w
+    Args:
+      name: the name of the page.
+      grad_section: the number of the section on sparse gradients, as `grad`.
+      other: the names of the cases that have a check by hand.
+      wrong: the name of the case whose recorded gradient is not the derivative.
+    """
 
-    @jax.jit
-    def train(w, *batches):
-        (w, state), steps = jax.lax.scan(step, (w, tx.init(w)), batches)
-        return steps, tx.flush(w, state)[0] if is_exact else w
+    def __init__(self, name: str, grad_section: str, other=(), wrong: str = ""):
+        super().__init__(name, hidden=("10 ",))
+        self.wrong = wrong
+        self.of_grads = {
+            cells[0].strip("`")
+            for section, cells in self.tables()
+            if section.startswith(f"{grad_section} ")
+        }
+        known = [case for case in self.cases if case["name"] in self.cells]
+        known = [
+            case for case in known if "outputs" in case and case["name"] not in other
+        ]
+        ids = {f"{k}-{case['name']}": case for k, case in enumerate(known)}
+        self.training = {k: c for k, c in ids.items() if "weights" in c["outputs"]}
+        self.values = {k: c for k, c in ids.items() if k not in self.training}
 
-    steps, last = train(*(jnp.asarray(given[k]) for k in ("weight", "ids", "targets")))
-    for got, ids, want in zip(steps, given["ids"], weights, strict=True):
-        read = ids if is_exact else slice(None)  # the others wait for their flush
-        np.testing.assert_allclose(got[read], want[read], rtol, atol)
-    np.testing.assert_allclose(last, weights[-1], rtol, atol)
+    def refuses(self, name: str, error: str) -> bool:
+        return self.named(name)["raises"].startswith(error)
+
+    def first(self, name: str, field: str = "outputs") -> Any:
+        """The first output of a case, or its first array in another field."""
+        return next(iter(self.get(self.named(name), field).values()))
+
+    def names_of(self, case: Any) -> dict[str, Any]:
+        """The names that a cell may use. Ids are NumPy's, and known inside of jit."""
+        found = self.get(case, "inputs").items()
+        floats = {name: jnp.asarray(x) for name, x in found if x.dtype.kind == "f"}
+        given = {**case["args"], **dict(found), **floats}
+        if case["name"] in self.of_grads and "indices" in given:
+            ids = given["indices"]
+            grad = sj.SelectedRows(ids[0] if ids.ndim > 1 else ids, given["values"], 9)
+            if "sparse_mask" in case["name"]:
+                grad = grad.coalesce()
+            given |= {"grad": grad, "other": grad.coalesce()}
+        return given
+
+    def check_values(
+        self, case: Any, is_table: Callable[..., bool], slack: str
+    ) -> None:
+        """Compares outputs and gradients.
+
+        Args:
+          case: a recorded case.
+          is_table: of the name and the array of a gradient that is sparse there:
+            whether ours is.
+          slack: "ours" if ours may have slots of zeros, "both" if either may.
+        """
+        given, outputs = self.names_of(case), self.get(case, "outputs").values()
+        cotangents, wants = self.get(case, "cotangents"), self.get(case, "grads")
+
+        def outputs_of(tables):
+            outputs = self.run(case["name"], **{**given, **tables})
+            return outputs if type(outputs) is tuple else (outputs,)
+
+        def loss(tables):
+            outputs = outputs_of(tables)
+            loss = sum(jnp.sum(outputs[int(i)] * c) for i, c in cotangents.items())
+            return loss, outputs
+
+        in_sparse = {
+            n: n in case["sparse"] and is_table(n, x) for n, x in wants.items()
+        }
+        if wants:
+            grad = sj.grad(loss, has_aux=True, tables=in_sparse)
+            grads, found = jax.jit(grad)({name: given[name] for name in wants})
+        else:
+            grads, found = {}, outputs_of({})
+        for got, want in zip(found, outputs, strict=True):
+            assert_answers(got, want)
+        for name, want in wants.items():
+            assert isinstance(grads[name], sj.SelectedRows) == in_sparse[name]
+            if case["name"] != self.wrong:
+                assert_answers(grads[name], want)
+            if in_sparse[name]:
+                rows = set(np.asarray(grads[name].rows).tolist()) - {len(want)}
+                touched = set(self.get(case, "touched")[name].tolist())
+                assert slack == "both" or touched <= rows
+                assert not want[list(rows ^ touched)].any()
+
+    def check_training(self, case: Any, rtol: float, atol: float) -> None:
+        """Trains on the ids and targets, and compares the weights of each step."""
+        tx, given = self.run(case["name"], **case["args"]), self.get(case, "inputs")
+        weights = self.get(case, "outputs")["weights"]
+        is_exact = hasattr(tx, "catch_up")
+
+        def step(carry, batch):
+            w, state = carry
+            ids, target = batch
+            if is_exact:
+                w, state = tx.catch_up(w, state, ids)
+            loss = lambda w: jnp.sum(sj.lookup(w, ids) * target)
+            updates, state = tx.update(sj.grad(loss, tables=True)(w), state, w)
+            w = optax.apply_updates(w, updates)
+            return (w, state), w
+
+        @jax.jit
+        def train(w, *batches):
+            (w, state), steps = jax.lax.scan(step, (w, tx.init(w)), batches)
+            return steps, tx.flush(w, state)[0] if is_exact else w
+
+        steps, last = train(
+            *(jnp.asarray(given[k]) for k in ("weight", "ids", "targets"))
+        )
+        for got, ids, want in zip(steps, given["ids"], weights, strict=True):
+            read = ids if is_exact else slice(None)  # the others wait for their flush
+            np.testing.assert_allclose(got[read], want[read], rtol, atol)
+        np.testing.assert_allclose(last, weights[-1], rtol, atol)
+
+    def check_all_are_checked(self) -> None:
+        recorded = {c["name"] for c in [*self.values.values(), *self.training.values()]}
+        assert set(self.checked) | recorded == {*self.cells, *self.differences}
+        assert not recorded & set(self.checked)
 
 
 # ------------------------------------------------------------------ checks by hand

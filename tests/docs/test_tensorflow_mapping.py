@@ -19,13 +19,12 @@ import sparsejax as sj
 from recorded import (
     MERGED,
     TABLE,
-    Recorded,
+    ByCell,
     a_grad,
     assert_answers,
-    assert_trains,
     dense,
-    is_training,
     one_step,
+    raises,  # noqa: F401  (in tensorflow.txt)
     stepped,
 )
 
@@ -33,10 +32,14 @@ from recorded import (
 pytestmark = pytest.mark.slow
 
 
-_RECORDED = Recorded("tensorflow", hidden=("10 ",))
-GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
-tables, run, get = _RECORDED.tables, _RECORDED.run, _RECORDED.get
-named, checks = _RECORDED.named, _RECORDED.checks
+_RECORDED = ByCell("tensorflow", "2")
+run, get, named, checks = (
+    _RECORDED.run,
+    _RECORDED.get,
+    _RECORDED.named,
+    _RECORDED.checks,
+)
+first, refuses = _RECORDED.first, _RECORDED.refuses
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,112 +47,24 @@ def _page_ran():
     _RECORDED.blocks  # not first inside of a trace
 
 
-# ------------------------------------------------------------------ recorded cases
-
-
-def is_adam(case):
-    return "Adam" in case["name"]
-
-
-VALUES = {
-    f"{i}-{case['name']}": case
-    for i, case in enumerate(GOLDEN)
-    if case["name"] in CELLS and "outputs" in case and not is_training(case)
-}
-TRAINING = {
-    f"{i}-{case['name']}": case
-    for i, case in enumerate(GOLDEN)
-    if is_training(case) and case["name"] in CELLS
-}
-SECTION_2 = {cells[0].strip("`") for name, cells in tables() if name.startswith("2 ")}
-
-
-def names_of(case):
-    """The names that a cell may use."""
-    # Ids stay NumPy's, and are known inside of jit.
-    found = get(case, "inputs").items()
-    floats = {name: jnp.asarray(x) for name, x in found if x.dtype.kind == "f"}
-    given = {**case["args"], **dict(found), **floats}
-    if case["name"] in SECTION_2:
-        given["grad"] = sj.SelectedRows(given["indices"], given["values"], 9)
-    return given
-
-
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", _RECORDED.values)
 def test_recorded(name):
-    case = VALUES[name]
-    given, outputs = names_of(case), get(case, "outputs").values()
-    cotangents = get(case, "cotangents")
-
-    def outputs_of(tables):
-        outputs = run(case["name"], **{**given, **tables})
-        return outputs if type(outputs) is tuple else (outputs,)
-
-    def loss(tables):
-        outputs = outputs_of(tables)
-        loss = sum(jnp.sum(outputs[int(i)] * c) for i, c in cotangents.items())
-        return loss, outputs
-
-    if "grads" not in case:
-        for got, want in zip(outputs_of({}), outputs, strict=True):
-            assert_answers(got, want)
-        return
-    wants = get(case, "grads")
-    in_sparse = {  # ours are dense for vectors and for other arrays than tables
-        name: name in case["sparse"] and name in ("params", "weights") and x.ndim > 1
-        for name, x in wants.items()
-    }
-    grad = sj.grad(loss, has_aux=True, tables=in_sparse)
-    grads, found = jax.jit(grad)({name: given[name] for name in wants})
-    for got, want in zip(found, outputs, strict=True):
-        assert_answers(got, want)
-    for name, want in wants.items():
-        assert isinstance(grads[name], sj.SelectedRows) == in_sparse[name]
-        assert_answers(grads[name], want)
-        if in_sparse[name]:
-            rows = set(np.asarray(grads[name].rows).tolist()) - {len(want)}
-            touched = set(get(case, "touched")[name].tolist())
-            # An element that a bag leaves out may have a slot of zeros on either side.
-            assert not want[list(rows ^ touched)].any()
+    """Ours are dense for vectors and for other arrays than tables."""
+    is_table = lambda name, x: name in ("params", "weights") and x.ndim > 1
+    _RECORDED.check_values(_RECORDED.values[name], is_table, "both")
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", _RECORDED.training)
 def test_recorded_training(name):
-    case = TRAINING[name]
-    tx = run(case["name"], **case["args"])
-    given, weights = get(case, "inputs"), get(case, "outputs")["weights"]
     # Keras adds eps in another place, which small gradients show.
-    atol = 3e-5 if is_adam(case) else 2e-6
-    assert_trains(tx, given, weights, rtol=2e-5, atol=atol)
+    _RECORDED.check_training(
+        _RECORDED.training[name], 2e-5, 3e-5 if "Adam" in name else 2e-6
+    )
 
 
 # ------------------------------------------------------------------ by hand
-
-
-def refuses(name, error):
-    assert named(name)["raises"].startswith(error)
-
-
-@checks("the sum of two gradients")
-def check_sum():
-    other = sj.SelectedRows([0], jnp.ones((1, 2)), 9)
-    got = run("the sum of two gradients", grad=a_grad(), other=other)
-    assert_answers(got, dense(a_grad()) + dense(other))
-
-
-@checks(
-    "tf.ragged.constant(lists)",
-    "rt.to_list()",
-    "rt.with_flat_values(f(rt.flat_values))",
-)
-def check_ragged():
-    lists = [[1, 2], [], [3]]
-    st = run("tf.ragged.constant(lists)", lists=lists)
-    assert run("rt.to_list()", st=st) == lists
-    key = "rt.with_flat_values(f(rt.flat_values))"
-    assert run(key, st=st, f=lambda x: x + 1).to_lists() == [[2, 3], [], [4]]
 
 
 @checks("tfa.optimizers.LazyAdam")
@@ -179,13 +94,6 @@ def check_accumulate():
     once = sj.optim.lazy(optax.adam(0.1))
     want = dense(one_step(once, TABLE, a_grad()))
     assert_answers(one_step(tx, TABLE, a_grad(), steps=4), want)
-
-
-@checks("keras.optimizers.schedules.ExponentialDecay")
-def check_schedule():
-    tx = run("keras.optimizers.schedules.ExponentialDecay", learning_rate=0.1)
-    want = stepped(lambda w, g: w - 0.1 * (1 + 0.5**0.01) * g)
-    assert_answers(one_step(tx, TABLE, a_grad(), steps=2), want)
 
 
 @checks(
@@ -229,16 +137,6 @@ def check_retrieval():
     np.testing.assert_array_equal(found, want)
 
 
-@checks("keras.layers.StringLookup, .adapt", "keras.layers.Hashing(num_bins)")
-def check_words():
-    table = {"word": ["a", "b", "b", ""]}
-    found = run("keras.layers.StringLookup, .adapt", table=table)
-    assert found.encode(0, [b"b", b"a", b"new", b""]).tolist() == [1, 2, 0, 0]
-    hashed = run("keras.layers.Hashing(num_bins)", num_bins=1000)
-    ids = hashed.encode(0, [b"a", b"b", b"a", b""])
-    assert ids[0] == ids[2] != ids[1] and ids.max() < 1000 and ids[3] == 0
-
-
 @checks("tfra.dynamic_embedding, FrequencyRestrictPolicy")
 def check_keys_that_come_and_go():
     index = run("tfra.dynamic_embedding, FrequencyRestrictPolicy", rows=2)
@@ -266,20 +164,6 @@ def check_keys_on_the_host():
         table, state, _ = step(table, state, rows)
     cache.flush(table, state)
     assert store.pull_all("items")[:, 0].tolist() == [1, 1, 2]
-
-
-@checks("sok.DynamicVariable(dimension, init_capacity, max_capacity)")
-def check_dynamic_variable():
-    call = "sok.DynamicVariable(dimension, init_capacity, max_capacity)"
-    index, rows, _ = run(call, max_capacity=4).insert(np.array([1 << 40, -5]), 0)
-    assert rows.tolist() == [0, 1] and index.capacity == 4
-
-
-@checks("tf.data.Dataset.ragged_batch(batch_size)")
-def check_batches():
-    key, lists = "tf.data.Dataset.ragged_batch(batch_size)", [[7, 9], [8], [], [5]]
-    loader = run(key, lists=lists, y=np.arange(4), batch_size=2)
-    assert [st.to_lists() for st, _ in loader] == [lists[:2], lists[2:]]
 
 
 @checks(
@@ -366,16 +250,6 @@ def check_store():
 
 
 # ------------------------------------------------------------------ differences
-
-
-@checks("ids out of range, negative ids")
-def check_bad_ids():
-    refuses("an id out of range", "InvalidArgumentError")
-    refuses("a negative id", "InvalidArgumentError")
-    bad = jnp.array([9, -1])
-    assert np.isnan(sj.lookup(TABLE, bad)).all()
-    with pytest.raises(Exception, match="out of range"):
-        sj.lookup(TABLE, bad, mode="error")
 
 
 def repeated():
@@ -473,15 +347,6 @@ def check_ftrl():
     assert ftrl["l2"] > 0  # and 2 * l2 gave the recorded weights
 
 
-@checks("gradient of `tf.one_hot(ids, V) @ params`")
-def check_one_hot():
-    assert named("tf.one_hot(ids, V) @ params")["sparse"] == []
-    loss = lambda params: jnp.sum(
-        run("tf.one_hot(ids, V) @ params", params=params, ids=np.array([7]))
-    )
-    assert isinstance(sj.grad(loss, tables=True)(TABLE), sj.SelectedRows)
-
-
 @checks("empty row: mean", "empty segment: max")
 def check_empty():
     case = named("mean of an empty row")
@@ -500,16 +365,6 @@ def check_empty():
     assert np.isneginf(sj.segment_max(st)[1]).all()
 
 
-@checks("empty bags at the end")
-def check_last_bags():
-    case = named("an empty bag at the end")
-    params, ids, segment_ids = get(case, "inputs").values()
-    theirs = get(case, "outputs")["0"]
-    assert len(theirs) == 4
-    got = sj.embedding_bag(params, ids, segment_ids, 6)
-    assert_answers(got, np.concatenate([theirs, np.zeros((2, 3))]))
-
-
 @checks("unsorted ids of `segment_*`", "ties of a maximum")
 def check_segments():
     refuses("unsorted ids of segment_sum", "InvalidArgumentError")
@@ -524,36 +379,21 @@ def check_segments():
     assert_answers(grad, get(case, "grads")["data"])
 
 
-@checks("`mask_zero`")
-def check_mask():
-    case = named("keras.layers.Embedding(mask_zero=True)")
-    params, ids = get(case, "inputs").values()
-    row_0 = get(case, "outputs")["0"][ids == 0]
-    assert row_0.any()  # Keras reads it, and its mask excludes it
-    assert not sj.lookup(params, ids, padding_id=0)[ids == 0].any()
-
-
-@checks("`jit_compile=True` of `embedding_lookup_sparse`")
-def check_compiled():
-    refuses("jit_compile of embedding_lookup_sparse", "InvalidArgumentError")
-    st = sj.SegmentTensor.from_lists([[7, 2], [7]])
-    got = jax.jit(functools.partial(sj.embedding_bag, combiner="mean"))(TABLE, st)
-    assert_answers(got, np.stack([(TABLE[7] + TABLE[2]) / 2, TABLE[7]]))
-
-
 # ------------------------------------------------------------------ all of them
 
 
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("line", _RECORDED.examples, ids=lambda line: line[0])
+def test_line(line):
+    _RECORDED.check_example(line, globals())
+
+
 def test_every_row_is_checked():
-    recorded = {case["name"] for case in [*VALUES.values(), *TRAINING.values()]}
-    assert set(_RECORDED.checked) | recorded == {*CELLS, *DIFFERENCES}
-    assert not recorded & set(_RECORDED.checked)
+    _RECORDED.check_all_are_checked()
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize(
-    "check", dict.fromkeys(_RECORDED.checked.values()), ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("check", _RECORDED.by_hand, ids=lambda f: f.__name__)
 def test_by_hand(check, tmp_path):
     check(tmp_path) if check.__code__.co_argcount else check()

@@ -20,24 +20,30 @@ import sparsejax as sj
 from recorded import (
     MERGED,
     TABLE,
-    Recorded,
+    ByCell,
     a_grad,
     assert_answers,
-    assert_trains,
     dense,
-    is_training,
     one_step,
-    stepped,
+    raises,  # noqa: F401  (in torch.txt)
+    stepped,  # noqa: F401  (in torch.txt)
 )
 
 
 pytestmark = pytest.mark.slow
 
 
-_RECORDED = Recorded("torch", hidden=("10 ",))
-GOLDEN, CELLS, DIFFERENCES = _RECORDED.cases, _RECORDED.cells, _RECORDED.differences
-tables, run, get = _RECORDED.tables, _RECORDED.run, _RECORDED.get
-named, checks = _RECORDED.named, _RECORDED.checks
+# The page notes that their gradient is not the derivative.
+WRONG = "torch.softmax(nested, dim=1).values()"
+OTHER = "nn.Embedding(max_norm)", "dist.all_reduce(sparse)"
+_RECORDED = ByCell("torch", "3", OTHER, WRONG)
+run, get, named, checks = (
+    _RECORDED.run,
+    _RECORDED.get,
+    _RECORDED.named,
+    _RECORDED.checks,
+)
+first, refuses = _RECORDED.first, _RECORDED.refuses
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -45,110 +51,19 @@ def _page_ran():
     _RECORDED.blocks  # not first inside of a trace
 
 
-# ------------------------------------------------------------------ recorded cases
-
-
-VALUES = {
-    f"{i}-{case['name']}": case
-    for i, case in enumerate(GOLDEN)
-    if case["name"] in CELLS and "outputs" in case and not is_training(case)
-    if case["name"] not in ("nn.Embedding(max_norm)", "dist.all_reduce(sparse)")
-}
-TRAINING = {f"{i}-{c['name']}": c for i, c in enumerate(GOLDEN) if is_training(c)}
-SECTION_3 = {cells[0].strip("`") for name, cells in tables() if name.startswith("3 ")}
-
-
-# The page notes that their gradient is not the derivative.
-WRONG = "torch.softmax(nested, dim=1).values()"
-
-
-def names_of(case):
-    """The names that a cell may use."""
-    # Ids stay NumPy's, and are known inside of jit.
-    found = get(case, "inputs").items()
-    floats = {name: jnp.asarray(x) for name, x in found if x.dtype.kind == "f"}
-    given = {**case["args"], **dict(found), **floats}
-    if case["name"] in SECTION_3 and "indices" in given:
-        grad = sj.SelectedRows(given["indices"][0], given["values"], 9)
-        if "sparse_mask" in case["name"]:
-            grad = grad.coalesce()
-        given |= {"grad": grad, "other": grad.coalesce()}
-    return given
-
-
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", _RECORDED.values)
 def test_recorded(name):
-    case = VALUES[name]
-    given, outputs = names_of(case), get(case, "outputs").values()
-    cotangents = get(case, "cotangents")
-
-    def outputs_of(tables):
-        outputs = run(case["name"], **{**given, **tables})
-        return outputs if type(outputs) is tuple else (outputs,)
-
-    def loss(tables):
-        outputs = outputs_of(tables)
-        loss = sum(jnp.sum(outputs[int(i)] * c) for i, c in cotangents.items())
-        return loss, outputs
-
-    if "grads" not in case:
-        for got, want in zip(outputs_of({}), outputs, strict=True):
-            assert_answers(got, want)
-        return
-    wants = get(case, "grads")
-    in_sparse = {name: name in case["sparse"] for name in wants}
-    grad = sj.grad(loss, has_aux=True, tables=in_sparse)
-    grads, found = jax.jit(grad)({name: given[name] for name in wants})
-    for got, want in zip(found, outputs, strict=True):
-        assert_answers(got, want)
-    for name, want in wants.items():
-        assert isinstance(grads[name], sj.SelectedRows) == in_sparse[name]
-        if case["name"] != WRONG:
-            assert_answers(grads[name], want)
-        if in_sparse[name]:
-            rows = set(np.asarray(grads[name].rows).tolist()) - {len(want)}
-            touched = set(get(case, "touched")[name].tolist())
-            # A padded row may have a slot of zeros.
-            assert touched <= rows and not want[list(rows - touched)].any()
+    _RECORDED.check_values(_RECORDED.values[name], lambda name, x: True, "ours")
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", TRAINING)
+@pytest.mark.parametrize("name", _RECORDED.training)
 def test_recorded_training(name):
-    case = TRAINING[name]
-    tx = run(case["name"], **case["args"])
-    given, weights = get(case, "inputs"), get(case, "outputs")["weights"]
-    assert_trains(tx, given, weights, rtol=2e-5, atol=2e-6)
+    _RECORDED.check_training(_RECORDED.training[name], rtol=2e-5, atol=2e-6)
 
 
 # ------------------------------------------------------------------ by hand
-
-
-def refuses(name, error):
-    assert named(name)["raises"].startswith(error)
-
-
-@checks("clip_grad_value_", "gradient_clipping, max_gradient")
-def check_clip():
-    for key, name in (
-        ("clip_grad_value_", "clip_value"),
-        ("gradient_clipping, max_gradient", "max_gradient"),
-    ):
-        tx = run(key, lr=0.1, **{name: 0.6})
-        want = stepped(lambda w, g: w - 0.1 * np.clip(g, -0.6, 0.6))
-        assert_answers(one_step(tx, TABLE, a_grad()), want)
-
-
-@checks("param groups")
-def check_groups():
-    params = {"table": jnp.asarray(TABLE), "w": jnp.ones(2)}
-    tx = run("param groups", labels={"table": "sparse", "w": "dense"})
-    grads = {"table": a_grad(), "w": jnp.ones(2)}
-    got = one_step(tx, params, grads)
-    np.testing.assert_allclose(got["w"], 1 - 1e-3, rtol=1e-5)  # Adam's first step
-    same = np.flatnonzero((np.asarray(got["table"]) == TABLE).all(1))
-    assert same.tolist() == [0, 1, 3, 4, 5, 6, 8]
 
 
 @checks("GradScaler")
@@ -158,55 +73,6 @@ def check_loss_scale():
     state = tx.init(table)
     _, after = jax.jit(tx.update)(a_grad() * jnp.inf, state, table)
     assert after.skipped == 1 and after.scale == state.scale / 2
-
-
-@checks("gradient accumulation")
-def check_accumulate():
-    tx, once = run("gradient accumulation", lr=0.1), sj.optim.lazy(optax.adam(0.1))
-    assert_answers(
-        one_step(tx, TABLE, a_grad(), steps=4), dense(one_step(once, TABLE, a_grad()))
-    )
-
-
-@checks(
-    'torch_scatter.scatter(src, index, reduce="mean")',
-    "torch_scatter.scatter_max(src, index)",
-    "torch_scatter.segment_csr(src, indptr)",
-    "torch_scatter.gather_csr(src, indptr)",
-    "torch_scatter.scatter_softmax(src, index)",
-    "torch_scatter.scatter_log_softmax(src, index)",
-    "torch_scatter.scatter_logsumexp(src, index)",
-    "torch_scatter.scatter_std(src, index)",
-)
-def check_torch_scatter():
-    src, index = np.array([1.0, 4.0, 2.0, 3.0], np.float32), np.array([0, 1, 0, 1])
-
-    def in_jit(key, src, **given):
-        return jax.jit(lambda src: run(key, src=src, **given))(src)
-
-    of = lambda name, reduce=None: in_jit(
-        f"torch_scatter.{name}(src, index{reduce or ''})", src, index=index, n=2
-    )
-    assert_answers(of("scatter", ', reduce="mean"'), np.array([1.5, 3.5]))
-    largest, position = of("scatter_max")
-    assert largest.tolist() == [2, 4] and position.tolist() == [2, 1]
-    e = np.exp(src)
-    total = np.array([e[0] + e[2], e[1] + e[3]])
-    assert_answers(of("scatter_softmax"), e / total[index])
-    assert_answers(of("scatter_log_softmax"), np.log(e / total[index]))
-    assert_answers(of("scatter_logsumexp"), np.log(total))
-    assert_answers(of("scatter_std"), np.array([0.5, 0.5]))
-    given = {"indptr": np.array([0, 1, 1, 4])}
-    got = in_jit("torch_scatter.segment_csr(src, indptr)", src, **given)
-    assert_answers(got, np.array([1.0, 0.0, 9.0]))
-    got = run("torch_scatter.gather_csr(src, indptr)", src=src[:3], **given)
-    assert_answers(got, np.array([1.0, 2.0, 2.0, 2.0]))
-
-
-@checks("torch.nested.nested_tensor(list)", "nested.unbind()")
-def check_nested():
-    st = run("torch.nested.nested_tensor(list)", lists=[[1.0, 2.0], [], [3.0]])
-    assert run("nested.unbind()", st=st) == [[1.0, 2.0], [], [3.0]]
 
 
 @checks(
@@ -232,26 +98,6 @@ def check_loader():
     assert len(list(found)) == 2
     state = run("StatefulDataLoader.state_dict()", **given)
     assert json.loads(json.dumps(state)) == state
-
-
-@checks("KeyedJaggedTensor.concat(a, b)")
-def check_concat():
-    parts = _RECORDED.blocks["keyed"](
-        ["a", "b"], np.array([1, 2, 3]), np.array([1, 0, 1, 1])
-    )
-    a, b = ({key: parts[key]} for key in parts)
-    found = run("KeyedJaggedTensor.concat(a, b)", a=a, b=b)
-    assert {k: st.to_lists() for k, st in found.items()} == {
-        "a": [[1], []],
-        "b": [[2], [3]],
-    }
-
-
-@checks("apply_optimizer_in_backward(RowWiseAdagrad, ...)")
-def check_rowwise_adagrad():
-    tx = run("apply_optimizer_in_backward(RowWiseAdagrad, ...)", lr=0.1)
-    want = stepped(lambda w, g: w - 0.1 * g / (np.sqrt(np.mean(g**2)) + 1e-8))
-    assert_answers(one_step(tx, TABLE, a_grad()), want)
 
 
 def a_mesh():
@@ -369,7 +215,7 @@ def check_admission():
     "SSDTableBatchedEmbeddingBags(kv_zch_params=KVZCHParams())",
 )
 def check_files(folder):
-    for key in CELLS:
+    for key in _RECORDED.cells:
         if not key.startswith("SSDTable"):
             continue
         store, path = sj.store.KVStore(), folder / str(len(key))
@@ -398,12 +244,6 @@ def check_managed_collisions():
     params, state = run("reset_inplace", **given)
     assert params[:, 0].tolist() == [0, 1]
     assert jax.tree.leaves(state)[0][:, 0].tolist() == [0, 1]
-
-
-@checks("ZCH / hash_size")
-def check_hash():
-    ids = run("ZCH / hash_size").encode(0, [b"a", b"b", b"a"])
-    assert ids[0] == ids[2] != ids[1] and ids.max() < 1000
 
 
 @checks(
@@ -538,26 +378,6 @@ def check_quantized():
     np.testing.assert_allclose(got, [weight.sum(0), 2 * weight[1]], rtol=2e-3)
 
 
-@checks("quantize_embeddings(module, torch.qint8)")
-def check_quantized_model():
-    params = {"item": TABLE, "w": jnp.ones(2)}
-    found = run("quantize_embeddings(module, torch.qint8)", params=params)
-    assert found["w"] is params["w"] and found["item"].bits == 8
-    got = sj.lookup(found["item"], jnp.array([7, 2]))
-    np.testing.assert_allclose(got, TABLE[[7, 2]], rtol=1e-2)
-
-
-@checks("bounds_check_mode=FATAL", "ids out of range, negative ids")
-def check_bad_ids():
-    refuses("bad id", "IndexError")
-    refuses("negative id", "IndexError")
-    bad = jnp.array([9, -1])
-    assert np.isnan(sj.lookup(TABLE, bad)).all()
-    assert not sj.lookup(TABLE, bad, mode="zero").any()
-    with pytest.raises(Exception, match="out of range"):
-        run("bounds_check_mode=FATAL", weight=TABLE, input=bad)
-
-
 @checks("torch.save(model.state_dict())")
 def check_checkpoint(folder):
     mesh = a_mesh()
@@ -567,32 +387,40 @@ def check_checkpoint(folder):
     assert_answers(sj.lookup(found["items"], jnp.array([7])), TABLE[[7]])
 
 
+# ------------------------------------------------------------------ for torch.txt
+
+SRC, INDEX = np.array([1.0, 4.0, 2.0, 3.0], np.float32), np.array([0, 1, 0, 1])
+E = np.exp(SRC)
+TOTAL = np.array([E[0] + E[2], E[1] + E[3]])
+
+
+def close(got, want):
+    np.testing.assert_allclose(dense(got), want, rtol=1e-5, atol=1e-6)
+    return True
+
+
+def step_is(tx, rule):
+    """Whether one step of `tx` is `rule(w, g)` of the rows that have a gradient."""
+    return close(one_step(tx, TABLE, a_grad()), stepped(rule))
+
+
+def grouped_step(tx):
+    params = {"table": jnp.asarray(TABLE), "w": jnp.ones(2)}
+    return one_step(tx, params, {"table": a_grad(), "w": jnp.ones(2)})
+
+
+def read_rows(t):
+    return sj.grad(lambda t: jnp.sum(sj.lookup(t, jnp.array([3, 4]))))(t)
+
+
+def weighted_mean(weight, ids, w):
+    bag = jax.jit(functools.partial(sj.embedding_bag, combiner="mean"))
+    return bag(weight, ids, weights=w), np.einsum("bl,bld->bd", w, weight[ids]) / w.sum(
+        1, keepdims=True
+    )
+
+
 # ------------------------------------------------------------------ differences
-
-
-@checks("who says that a gradient is sparse")
-def check_who_says():
-    for name, sparse in (("sparse=True", True), ("sparse=False", False)):
-        assert named(f"nn.Embedding({name})")["sparse"] == ["weight"] * sparse
-    table = jnp.zeros((100, 2))
-    grad = sj.grad(lambda t: jnp.sum(t[jnp.array([3, 4])]))(table)
-    assert isinstance(grad, sj.SelectedRows)
-
-
-@checks("small tables")
-def check_small():
-    loss = lambda t: jnp.sum(sj.lookup(t, jnp.array([3, 4])))
-    assert isinstance(sj.grad(loss)(jnp.zeros((4, 2))), sj.SelectedRows)
-    assert isinstance(sj.grad(loss)(jnp.zeros((3, 2))), jax.Array)
-
-
-@checks("`padding_idx` of a row that is not zero")
-def check_padding():
-    case = named("F.embedding(padding_idx), of a row that is not zero")
-    given = get(case, "inputs")
-    got = sj.lookup(given["weight"], given["input"], padding_id=4)
-    want = np.where(given["input"][..., None] == 4, 0, get(case, "outputs")["0"])
-    assert_answers(got, want)
 
 
 @checks("nn.Embedding(max_norm)", "`max_norm`", "gradient under `max_norm`")
@@ -638,17 +466,6 @@ def check_ties():
     assert_answers(grad.get(jnp.array([4, 1])), np.tile(cotangent / 2, (2, 1)))
 
 
-@checks("weights of a mean")
-def check_weighted_mean():
-    case = named("per_sample_weights of a mean")
-    refuses(case["name"], "NotImplementedError")
-    weight, ids, w = get(case, "inputs").values()
-    bag = jax.jit(functools.partial(sj.embedding_bag, combiner="mean"))
-    got = bag(weight, ids, weights=w)
-    want = np.einsum("bl,bld->bd", w, weight[ids]) / w.sum(1, keepdims=True)
-    np.testing.assert_allclose(got, want, rtol=1e-4)
-
-
 @checks("`scale_grad_by_freq` with a sparse gradient")
 def check_freq():
     refuses("scale_grad_by_freq of a sparse gradient", "RuntimeError")
@@ -659,23 +476,6 @@ def check_freq():
     grad = jax.jit(sj.grad(loss, tables=True))(given["weight"])
     assert isinstance(grad, sj.SelectedRows)
     assert_answers(grad, np.isin(np.arange(9), given["input"])[:, None] * np.ones(3))
-
-
-@checks("`mode` of an `EmbeddingBag`")
-def check_mode():
-    weight, ids = jnp.asarray(TABLE), jnp.array([[7, 2]])
-    for read in (sj.embedding_bag, sj.nn.EmbeddingBag(9, 2)):
-        assert_answers(read(weight, ids), TABLE[[7, 2]].sum(0)[None])
-
-
-@checks("empty segment of a mean")
-def check_empty():
-    theirs = get(named("an empty segment, mean"), "outputs")["0"]
-    assert np.isnan(theirs[0]).all()
-    data = get(named("an empty segment, mean"), "inputs")["data"]
-    st = sj.SegmentTensor.from_lengths(data, [0, 6])
-    assert not sj.segment_mean(st)[0].any()
-    assert_answers(sj.segment_mean(st, empty=np.nan), theirs)
 
 
 @checks("Adam, RMSprop, AdamW on a sparse gradient")
@@ -698,13 +498,6 @@ def check_sparse_adam():
     assert 1e-5 < off < 1e-2
 
 
-@checks("`SGD(momentum)` on a sparse gradient")
-def check_momentum():
-    weights = get(named("optim.SGD(momentum)"), "outputs")["weights"]
-    # Row 8 is read at the first step only, and moves at every step.
-    assert (np.diff(weights[:, 8], axis=0) != 0).all()
-
-
 @checks("weight decay with a sparse gradient")
 def check_decay_refused():
     refuses("optim.SGD(weight_decay), sparse", "RuntimeError")
@@ -718,29 +511,6 @@ def check_decay_refused():
     assert_answers(off, want)
 
 
-@checks("`clip_grad_norm_`, `clip_grad_value_` with a sparse gradient")
-def check_clip_refused():
-    for name in ("norm_", "value_"):
-        refuses(f"clip_grad_{name} of a sparse gradient", "NotImplementedError")
-    total = np.linalg.norm(list(MERGED.values()))
-    np.testing.assert_allclose(sj.optim.global_norm(a_grad()), total, rtol=1e-6)
-
-
-@checks("FBGEMM's Adam, LAMB, LARS on a CPU")
-def check_fbgemm_on_a_cpu():
-    for name in ("ADAM", "PARTIAL_ROWWISE_ADAM", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"):
-        refuses(f"EmbOptimType.{name} on a CPU", "AssertionError")
-
-
-@checks("gradient of `nested.sum(dim=1)`")
-def check_nested_sum():
-    refuses("gradient of nested.sum(dim=1)", "NotImplementedError")
-    st = lambda x: sj.SegmentTensor.from_lengths(x, [2, 1])
-    loss = lambda x: (sj.segment_sum(st(x)) ** 2).sum()
-    grad = jax.jit(jax.grad(loss))(np.arange(3.0, dtype=np.float32))
-    assert grad.tolist() == [2, 2, 4]
-
-
 @checks("gradient of `torch.softmax(nested, dim=1)`")
 def check_nested_softmax():
     case = named(WRONG)
@@ -752,13 +522,6 @@ def check_nested_softmax():
     ids = np.repeat(np.arange(3), lengths)
     sums = np.stack([np.sum((p * g)[ids == k], axis=0) for k in range(3)])
     assert_answers(jax.jit(jax.grad(loss))(values), p * (g - sums[ids]))
-
-
-@checks("optimizer fused into the backward pass")
-def check_fused():
-    loss = lambda t: jnp.sum(sj.lookup(t, np.array([7])))
-    grad = jax.jit(sj.grad(loss, tables=True))(TABLE)
-    assert grad.rows.tolist() == [7]
 
 
 # ------------------------------------------------------------------ brought over
@@ -808,16 +571,18 @@ def test_a_brought_state_goes_on():
 # ------------------------------------------------------------------ all of them
 
 
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("line", _RECORDED.examples, ids=lambda line: line[0])
+def test_line(line):
+    _RECORDED.check_example(line, globals())
+
+
 def test_every_row_is_checked():
-    recorded = {case["name"] for case in [*VALUES.values(), *TRAINING.values()]}
-    assert set(_RECORDED.checked) | recorded == {*CELLS, *DIFFERENCES}
-    assert not recorded & set(_RECORDED.checked)
+    _RECORDED.check_all_are_checked()
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize(
-    "check", dict.fromkeys(_RECORDED.checked.values()), ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("check", _RECORDED.by_hand, ids=lambda f: f.__name__)
 def test_by_hand(check, tmp_path):
     check(tmp_path) if check.__code__.co_argcount else check()
