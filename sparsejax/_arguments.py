@@ -139,8 +139,8 @@ def _has_words(x: Any) -> bool:
         x = np.asarray(x)
     except (TypeError, ValueError):  # not an array, or lists of different lengths
         return False
-    some = x.flat[0] if x.size and x.dtype == object else None
-    return x.dtype.kind in "UST" or isinstance(some, (str, bytes))
+    first = x.flat[0] if x.size and x.dtype == object else None
+    return x.dtype.kind in "UST" or isinstance(first, (str, bytes))
 
 
 def convert_tensor(x: Any, name: str) -> str:
@@ -204,8 +204,8 @@ def as_array(x: Any) -> Any:
     """Returns NumPy arrays and variables as JAX arrays, and other objects unchanged."""
     if isinstance(x, jax.Array):
         return x
-    known = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
-    return jnp.asarray(x) if known else x
+    is_array_like = isinstance(x, np.ndarray) or hasattr(x, "__jax_array__")
+    return jnp.asarray(x) if is_array_like else x
 
 
 def to_array(x: Any, name: str, what: str = "an array of numbers") -> jax.Array:
@@ -214,6 +214,14 @@ def to_array(x: Any, name: str, what: str = "an array of numbers") -> jax.Array:
         return jnp.asarray(x)
     except (OverflowError, TypeError, ValueError):
         raise TypeError(f"{name} must be {what}, got {kind_of(x)}.") from None
+
+
+def as_scalar(x: Any, name: str, dtype: Any) -> jax.Array:
+    """Returns `x`, a number or a scalar array, as a scalar of `dtype`."""
+    array = to_array(x, name, "a scalar")
+    if array.ndim:
+        raise ValueError(f"{name} must be a scalar, got {kind_of(array)}.")
+    return array.astype(dtype)
 
 
 def as_floats(
@@ -282,22 +290,22 @@ def show_mismatch(
     Empty if there is no such place, or if only static fields of a container differ.
     None is a leaf of `prefix`.
     """
-    mine, theirs = _children(prefix, is_leaf), _children(tree, is_leaf)
-    if prefix is None or mine is None:
+    entries, expected = _children(prefix, is_leaf), _children(tree, is_leaf)
+    if prefix is None or entries is None:
         return ""
     where = f"At {at or 'the top'}"
-    if theirs is None or type(prefix) is not type(tree):
+    if expected is None or type(prefix) is not type(tree):
         return f"{where} it has {kind_of(prefix)} for {kind_of(tree)}."
-    extra = [key for key in mine if key not in theirs]
-    missing = [key for key in theirs if key not in mine]
-    some = lambda keys: f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
-    parts = [f"it lacks {some(missing)}"] * bool(missing)
-    parts += [f"has {some(extra)}, which the tree lacks"] * bool(extra)
+    extra = [key for key in entries if key not in expected]
+    missing = [key for key in expected if key not in entries]
+    names = lambda keys: f"{', '.join(keys[:3])}{' ...' * (len(keys) > 3)}"
+    parts = [f"it lacks {names(missing)}"] * bool(missing)
+    parts += [f"has {names(extra)}, which the tree lacks"] * bool(extra)
     if parts:
         it = "" if missing else "it "
         return f"{where} {it}{', and '.join(parts)}."
     differences = (
-        show_mismatch(mine[key], theirs[key], is_leaf, at + key) for key in mine
+        show_mismatch(entries[key], expected[key], is_leaf, at + key) for key in entries
     )
     return next(filter(None, differences), "")
 
@@ -466,13 +474,13 @@ def as_key(key: Any, from_int: bool = False) -> jax.Array:
     """
     if from_int and isinstance(key, (int, np.integer)) and not isinstance(key, bool):
         return jax.random.key(int(key))
-    given = as_array(key)
-    if isinstance(given, jax.Array):
-        if given.dtype == jnp.uint32:
+    array = as_array(key)
+    if isinstance(array, jax.Array):
+        if array.dtype == jnp.uint32:
             with contextlib.suppress(TypeError, ValueError):  # not the data of a key
-                given = jax.random.wrap_key_data(given)
-        if jnp.issubdtype(given.dtype, jax.dtypes.prng_key) and given.size == 1:
-            return given.reshape(())
+                array = jax.random.wrap_key_data(array)
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key) and array.size == 1:
+            return array.reshape(())
     raise TypeError(
         f"key must be one PRNG key{' or an int' if from_int else ''}, for example "
         f"jax.random.key(0), got {kind_of(key) if is_array(key) else show(key)}."

@@ -259,14 +259,14 @@ def primitive(
     def jvp_of_reference(primals, tangents, **static):
         moved = [k for k, t in enumerate(tangents) if not isinstance(t, _ad.Zero)]
 
-        def fun(*some):
+        def fun(*moving):
             args = list(primals)
-            for k, x in zip(moved, some):
+            for k, x in zip(moved, moving):
                 args[k] = x
             return as_list(reference(*args, **static))
 
-        some = [primals[k] for k in moved]
-        outs, changes = jax.jvp(fun, some, [tangents[k] for k in moved])
+        moving = [primals[k] for k in moved]
+        outs, changes = jax.jvp(fun, moving, [tangents[k] for k in moved])
         changes = [
             _ad.Zero(jax.typeof(out).to_tangent_aval())
             if change.dtype == jax.dtypes.float0

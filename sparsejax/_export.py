@@ -65,14 +65,14 @@ def _named_tuples(package: types.ModuleType) -> list[type]:
     """Returns the named tuples of a package, which include states of optimizers."""
     name = package.__name__
     modules = [m for key, m in sys.modules.items() if f"{key}.".startswith(f"{name}.")]
-    found = {
+    kinds = {
         x.__name__: x
         for module in modules
         for x in vars(module).values()
         if isinstance(x, type) and issubclass(x, tuple) and hasattr(x, "_fields")
         if f"{x.__module__}.".startswith(f"{name}.")
     }
-    return [found[key] for key in sorted(found)]
+    return [kinds[key] for key in sorted(kinds)]
 
 
 def _to_json(static: object) -> bytes:

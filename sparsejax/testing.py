@@ -72,14 +72,13 @@ def assert_equals_dense(
       >>> batches = [(jnp.array([7, 4, 7]), jnp.ones(3)), (jnp.array([4]), jnp.ones(1))]
       >>> sj.testing.assert_equals_dense(loss_fn, optax.adam(0.1), params, batches)
     """
-    fun, params = _trained(loss, params)
+    fun, params = _trained(loss, params, has_aux)
     wrapped: Any = optim.exact(tx, tables=tables) if exact else optim.lazy(tx)
     plain = optax.with_extra_args_support(tx)
-    options: Any = dict(has_aux=has_aux, tables=tables)
     both: Any = (
-        optim.exact_value_and_grad(fun, wrapped, **options)
+        optim.exact_value_and_grad(fun, wrapped, tables=tables)
         if exact
-        else transform.value_and_grad(fun, **options)
+        else transform.value_and_grad(fun, tables=tables)
     )
 
     @jax.jit
@@ -88,53 +87,44 @@ def assert_equals_dense(
             (value, grads), params, state = both(params, state, *batch)
         else:
             value, grads = both(params, *batch)
-        value = value[0] if has_aux else value
         updates, state = wrapped.update(grads, state, params, value=value)
         new = optax.apply_updates(params, updates)
         flushed = wrapped.flush(new, state) if exact else (new, state)
         return value, grads, (new, state), flushed
 
     @jax.jit
-    def dense_gradient(params, batch):
-        value, grads = jax.value_and_grad(fun, has_aux=has_aux)(params, *batch)
-        return value[0] if has_aux else value, grads
-
-    @jax.jit
     def dense_update(params, state, grads, value):
         updates, state = plain.update(grads, state, params, value=value)
         return optax.apply_updates(params, updates), state
 
-    start = dense = params, tx.init(params)
+    dense_gradient = jax.jit(jax.value_and_grad(fun))
+    start = before = params, tx.init(params)
     carry = params, wrapped.init(params)
-    was_sparse, step = False, -1
+    is_sparse, step = False, -1
     for step, batch in enumerate(batches):
         batch = batch if type(batch) is tuple else (batch,)
         value, grads, carry, (new, state) = ours(*carry, batch)
-        is_leaf = _rows.is_selected_rows
-        as_dense = lambda g: g.to_dense() if _rows.is_selected_rows(g) else g
-        given = jax.tree.map(as_dense, grads, is_leaf=is_leaf)
-        if rtol is None:
-            program = str(jax.make_jaxpr(dense_gradient)(dense[0], batch))
-            program += str(jax.make_jaxpr(dense_update)(*dense, given, value))
-            rtol = max([1e-5, *(r for text, r in _RTOL.items() if text in program)])
-        rounded = step + 1 if exact else 1
-        compare = functools.partial(_compare, step, rtol, atol, rounded)
-        expected = dense_gradient(dense[0], batch)
-        compare("the loss", value, expected[0])
-        compare("the gradient of params", given, expected[1])
-        before, after = start if exact else dense, dense_update(*dense, given, value)
-        unread = None, None
-        if not exact:
-            unread = _unread(tx, params, jax.tree.leaves(grads, is_leaf=is_leaf))
         state = state.inner if exact else state
-        compare("params", new, after[0], before[0], unread[0])
-        compare("state", state, after[1], before[1], unread[1])
-        dense = after if exact else (new, state)
-        sparse = map(_rows.is_selected_rows, jax.tree.leaves(grads, is_leaf=is_leaf))
-        was_sparse = was_sparse or any(sparse)
+        leaves, tree = jax.tree.flatten(grads, is_leaf=_rows.is_selected_rows)
+        is_sparse |= any(map(_rows.is_selected_rows, leaves))
+        unread = (None, None) if exact else _unread(tx, params, leaves)
+        grads = [g.to_dense() if _rows.is_selected_rows(g) else g for g in leaves]
+        grads = tree.unflatten(grads)
+        if rtol is None:
+            program = str(jax.make_jaxpr(dense_gradient)(before[0], *batch))
+            program += str(jax.make_jaxpr(dense_update)(*before, grads, value))
+            rtol = max([1e-5, *(r for text, r in _RTOL.items() if text in program)])
+        compare = functools.partial(_compare, step, rtol, atol, exact)
+        expected = dense_gradient(before[0], *batch)
+        compare("the loss", value, expected[0])
+        compare("the gradient of params", grads, expected[1])
+        after = dense_update(*before, grads, value)
+        compare("params", new, after[0], start[0] if exact else before[0], unread[0])
+        compare("state", state, after[1], start[1] if exact else before[1], unread[1])
+        before = after if exact else (new, state)
     if step < 0:
         raise ValueError("batches must have at least one batch, got none.")
-    if not was_sparse:
+    if not is_sparse:
         raise ValueError(
             "no gradient is sparse, so both sides run the same program. "
             "print(sparsejax.explain(loss)(params, batch)) says why; if a batch reads "
@@ -142,12 +132,11 @@ def assert_equals_dense(
         )
 
 
-def _trained(loss: Callable, params: Any) -> tuple[Callable, Any]:
-    """Makes the loss a function of the arrays of floats; these, None elsewhere."""
+def _trained(loss: Callable, params: Any, has_aux: bool) -> tuple[Callable, Any]:
+    """Makes the loss a scalar function of the arrays of floats; None elsewhere."""
     leaves, tree = jax.tree.flatten(params)
     is_trained = [
-        isinstance(x, (jax.Array, np.ndarray)) and _arguments.is_float_array(x)
-        for x in leaves
+        _arguments.is_array(x) and _arguments.is_float_array(x) for x in leaves
     ]
     if not any(is_trained):
         raise ValueError(
@@ -157,9 +146,9 @@ def _trained(loss: Callable, params: Any) -> tuple[Callable, Any]:
         )
 
     def fun(params, *batch):
-        given = tree.flatten_up_to(params)
-        new = [x if t else old for x, t, old in zip(given, is_trained, leaves)]
-        return loss(tree.unflatten(new), *batch)
+        pairs = zip(is_trained, tree.flatten_up_to(params), leaves)
+        out = loss(tree.unflatten(x if t else old for t, x, old in pairs), *batch)
+        return out[0] if has_aux else out
 
     trained = [jnp.asarray(x) if t else None for x, t in zip(leaves, is_trained)]
     return fun, tree.unflatten(trained)
@@ -171,23 +160,23 @@ def _unread(tx: Any, params: Any, grads: Sequence[Any]) -> tuple[list[Any], list
     A leaf of state follows a table if it has one row more when the table has.
     """
     leaves, tree = jax.tree.flatten(params)
-    shapes = lambda leaves: [
-        x.shape
-        for x in jax.tree.leaves(jax.eval_shape(tx.init, tree.unflatten(leaves)))
-    ]
+
+    def shapes(leaves):
+        state = jax.eval_shape(tx.init, tree.unflatten(leaves))
+        return [x.shape for x in jax.tree.leaves(state)]
+
     of_params: list[Any] = [None] * len(leaves)
     of_state: list[Any] = [None] * len(shapes(leaves))
     for i, g in enumerate(grads):
-        if _rows.is_selected_rows(g):
-            rows = np.asarray(g.rows)
-            mask = np.ones(g.height, bool)
-            mask[rows[(rows >= 0) & (rows < g.height)]] = False
-            of_params[i] = mask = mask.reshape(*g.stack, -1)
-            first, *row_shape = leaves[i].shape
-            more = jax.ShapeDtypeStruct((first + 1, *row_shape), leaves[i].dtype)
-            taller = shapes([*leaves[:i], more, *leaves[i + 1 :]])
-            pairs = enumerate(zip(shapes(leaves), taller))
-            of_state = [mask if a != b else of_state[k] for k, (a, b) in pairs]
+        if not _rows.is_selected_rows(g):
+            continue
+        mask = np.ones(g.height + 1, bool)
+        mask[np.asarray(g.safe_rows())] = False
+        of_params[i] = mask = mask[:-1].reshape(*g.stack, -1)
+        height, *row_shape = leaves[i].shape
+        taller = jax.ShapeDtypeStruct((height + 1, *row_shape), leaves[i].dtype)
+        pairs = zip(shapes(leaves), shapes([*leaves[:i], taller, *leaves[i + 1 :]]))
+        of_state = [mask if x != y else old for (x, y), old in zip(pairs, of_state)]
     return of_params, of_state
 
 
@@ -195,7 +184,7 @@ def _compare(
     step: int,
     rtol: float,
     atol: float,
-    rounded: int,
+    exact: bool,
     what: str,
     ours: Any,
     dense: Any,
@@ -206,8 +195,7 @@ def _compare(
 
     Args:
       step: the number of the batch, for the message.
-      rtol, atol: see `assert_equals_dense`.
-      rounded: after how many steps the leaves are compared: each rounds them.
+      rtol, atol, exact: see `assert_equals_dense`.
       what: what the trees are, for the message.
       ours, dense: the trees.
       before: what they were before the step; None for zeros.
@@ -230,30 +218,27 @@ def _compare(
         if mask is not None:
             must_stay |= mask.reshape(*mask.shape, *[1] * (a.ndim - mask.ndim))
             b = np.where(must_stay, c, b).astype(b.dtype)
-        differs, allowed = a != b, ""
-        if jnp.issubdtype(a.dtype, jnp.inexact):
-            is_complex = jnp.issubdtype(a.dtype, jnp.complexfloating)
-            wide = complex if is_complex else float
-            x, y, z = a.astype(wide), b.astype(wide), c.astype(wide)
-            change = np.abs(y - z)
-            most = np.max(change, initial=0.0, where=np.isfinite(change))
-            tolerance = atol + rtol * most
-            rounding = 4 * rounded * float(jnp.finfo(a.dtype).eps) * np.abs(y)
-            with np.errstate(invalid="ignore"):  # inf - inf
-                close = np.abs(x - y) <= tolerance + rounding
-            close = close & np.isfinite(y) | (x == y) | (np.isnan(x) & np.isnan(y))
-            differs, allowed = ~close, f" by more than {tolerance:.2g}"
-        bits = lambda x: np.ascontiguousarray(x).reshape(*x.shape, 1).view(np.uint8)
+        is_inexact = jnp.issubdtype(a.dtype, jnp.inexact)
+        x, y, z = (v.astype(np.result_type(v.dtype, float)) for v in (a, b, c))
+        change = np.abs(y - z)
+        most = np.max(change, initial=0.0, where=np.isfinite(change))
+        tolerance = (atol + rtol * most) * is_inexact
+        # Each step of exact rounds; lazy starts from the same numbers as plain JAX.
+        rounding = 4 * (step + 1 if exact else 1)
+        rounding *= float(jnp.finfo(a.dtype).eps) if is_inexact else 0
+        differs = ~np.isclose(x, y, rounding, tolerance, equal_nan=True)
+        bits = lambda v: np.ascontiguousarray(v).reshape(*v.shape, 1).view(np.uint8)
         differs |= must_stay & np.any(bits(a) != bits(b), -1)
         if differs.any():
             first = tuple(map(int, np.argwhere(differs)[0]))
-            at = f" at row {first[0]}" if first else ""
-            at += f", column {', '.join(map(str, first[1:]))}" if first[1:] else ""
+            row, *column = map(str, first or [""])
+            at = f" at row {row}" * bool(first)
+            at += f", column {', '.join(column)}" * bool(column)
             hint = " The batch did not read this row, so it must not change."
             raise AssertionError(
                 f"{where} differs{at}: {a[first]} by sparsejax, {b[first]} by plain "
-                f"JAX. {np.count_nonzero(differs)} of {differs.size} numbers differ"
-                f"{allowed}.{hint * bool(must_stay[first])}"
+                f"JAX. {np.count_nonzero(differs)} of {differs.size} numbers differ "
+                f"by more than {tolerance:.2g}.{hint * bool(must_stay[first])}"
             )
 
 

@@ -24,7 +24,7 @@ _TOLERANCE = {"bfloat16": 2e-2, "float16": 2e-3, "float32": 1e-5, "float64": 1e-
 
 def as_numpy(leaf):
     """A leaf of a tree as NumPy has it; row ids as integers, scales as floats."""
-    return np.asarray(row_ids.unseal(row_ids.unseal(leaf, 0)))
+    return np.asarray(row_ids.PAIRS.unseal(row_ids.IDS.unseal(leaf, 0)))
 
 
 def with_ids_as(dtype, tree):

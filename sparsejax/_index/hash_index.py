@@ -55,23 +55,16 @@ _STATIC = {"static": True}  # the metadata of a field that is not an array
 class HashIndex:
     """Rows of a table for keys that come and go, inside `jit`.
 
-    A vocabulary that grows during training. `insert` gives each new key a row of an
-    embedding table of `capacity` rows, and evicts keys when all rows are in use; `find`
-    only looks up. `create` makes an empty one. It is a pytree of static shape, so it
-    works under `jit`, `scan`, donation and `shard_map`, and is saved like any tree.
+    `insert` gives each new key a row of an embedding table of `capacity` rows, and
+    evicts keys when all rows are in use; `find` only looks up. It is a pytree of static
+    shape, so it works under `jit`, `scan`, donation and `shard_map`, and is saved like
+    any tree.
 
-    - A row belongs to one key, and to the same key until it is evicted.
-    - The result does not depend on the order of the keys in a batch. A key that occurs
-      several times counts once. New keys, in ascending order as unsigned integers, get
-      the rows that were never used, and then the rows of evicted keys.
-    - With `admit_after=k`, a key gets a row when it is seen for the k-th time. The
-      sightings of keys without a row are counted in a sketch. The sketch may
-      overestimate a count, and it forgets: a sighting counts until between
-      `capacity / 2` and `capacity` later sightings were counted.
-    - A key that gets no row has the row number `capacity`, which `sparsejax.lookup`
-      treats as out of range. It is counted in `num_waiting` if it is not yet admitted,
-      and in `num_refused` if there is no row for it or its two buckets of 8 slots are
-      full, which does not happen by chance.
+    - A row belongs to one key until the key is evicted. A key without a row has the
+      row number `capacity`, which `sparsejax.lookup` treats as out of range.
+    - The result does not depend on the order of the keys in a batch. New keys, in
+      ascending order as unsigned integers, get the rows that were never used, and then
+      the rows of evicted keys.
     - Victims are the keys with the smallest last step ("lru"), or with the smallest
       count and then last step ("lfu"), among the next `window` rows; ties go to the
       first row. A key that was used at the current step is never evicted.
@@ -86,8 +79,8 @@ class HashIndex:
       num_seen: uint32, the number of sightings that the sketch has counted.
       hand: int32, the first row of the next window.
       num_keys: int32, the number of rows in use, which are the first rows.
-      num_evicted, num_refused, num_waiting: uint32, totals of keys. A key counts once
-        per call.
+      num_evicted, num_refused, num_waiting: uint32, totals of keys: evicted, without a
+        row left or with both buckets full, and not yet admitted.
       key_bits, policy, admit_after, max_evictions, window, seed: static, see `create`.
 
     Example:
@@ -597,11 +590,11 @@ def _find_in_buckets(
     # array `[n, 8, words + 1]` between two loops, at a third more time.
     for bucket in (one, two):
         for lane in range(_LANES):
-            *slot_words, found = _slot(slots, bucket, lane)
+            *slot_words, slot_row = _slot(slots, bucket, lane)
             # A slot whose key was evicted still has the key, but no row.
-            for mine, word in zip(slot_words, words, strict=True):
-                found = jnp.where(mine == word, found, _EMPTY)
-            row = jnp.minimum(row, found)
+            for slot_word, word in zip(slot_words, words, strict=True):
+                slot_row = jnp.where(slot_word == word, slot_row, _EMPTY)
+            row = jnp.minimum(row, slot_row)
     return row
 
 
@@ -615,18 +608,18 @@ def _insert(
     # Inside `shard_map`, loops and branches need results that vary alike.
     index, words, mask, step = _vary_alike((index, words, mask, step))
     n, capacity = mask.shape[0], index.capacity
-    found = jnp.where(mask, _find(index, words), np.int32(capacity))
+    row = jnp.where(mask, _find(index, words), np.int32(capacity))
 
     # Keys that have rows. Duplicates write the same number, so they count once.
-    old = _take(index.counts, jnp.minimum(found, np.int32(capacity - 1)))
-    counts = _set(index.counts, found, _plus_one(old))
-    last_step = _set(index.last_step, found, step)
+    old = _take(index.counts, jnp.minimum(row, np.int32(capacity - 1)))
+    counts = _set(index.counts, row, _plus_one(old))
+    last_step = _set(index.last_step, row, step)
     index = dataclasses.replace(index, counts=counts, last_step=last_step)
 
     # Keys without rows: each once, in ascending order. In a running index they are few,
     # so that sorting an eighth of the batch is usually enough. The case is 0 if there
     # are none, 1 if there are few, and 2 if there are more.
-    unknown = mask & (found == capacity)
+    unknown = mask & (row == capacity)
     few = n // 8 if n >= _CHUNK else 0
     total = jnp.sum(unknown, dtype=jnp.int32)
     case = (total > 0).astype(jnp.int32) + (total > few).astype(jnp.int32)
@@ -637,9 +630,9 @@ def _insert(
 
     def distinct_of_few():
         where, _ = indexing.positions(unknown, few)
-        some = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
-        some, count = _distinct(some, where < n)
-        return tuple(jnp.pad(word, (0, n - few)) for word in some), count, where
+        few_words = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
+        few_words, count = _distinct(few_words, where < n)
+        return tuple(jnp.pad(word, (0, n - few)) for word in few_words), count, where
 
     new_words, num_new, where = lax.switch(
         case,
@@ -677,15 +670,15 @@ def _insert(
 
     # The rows of the new keys are read back from the index, each duplicate included.
     def find_few():
-        some = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
-        return _set(found, where, _find(index, some))
+        few_words = tuple(_take(word, jnp.minimum(where, n - 1)) for word in words)
+        return _set(row, where, _find(index, few_words))
 
     rows = lax.switch(
         case,
         [
-            lambda: found,
-            find_few if few else lambda: found,
-            lambda: jnp.where(unknown, _find(index, words), found),
+            lambda: row,
+            find_few if few else lambda: row,
+            lambda: jnp.where(unknown, _find(index, words), row),
         ],
     )
     return index, rows, evicted

@@ -40,8 +40,7 @@ def dot(
 
     `out[s] = sum_{i in segment s} value[i] * dense[index[i]]`, and transposed
     `out[c] = sum_{i: index[i] == c} value[i] * dense[segment(i)]`. Differentiable in
-    `dense` and in `value`. Under `sparsejax.grad` the gradient of `dense` is a
-    SelectedRows of the rows in `index`, as for a lookup.
+    `dense` and in `value`; under `sparsejax.grad` the gradient of `dense` is sparse.
 
     Args:
       csr: `[S, C]`. A SegmentTensor with one segment per row and values
@@ -52,8 +51,7 @@ def dot(
         shape, in which rows that are not stored are zeros; a QuantizedTable; or a
         ShardedTable.
       transpose: True multiplies by the transposed matrix.
-      num_columns: int C. By default the column count of a scipy matrix or a BCSR, or
-        the first axis of `dense`; required for a SegmentTensor with `transpose`.
+      num_columns: int C; required for a SegmentTensor with `transpose`.
 
     Returns:
       `[S, ...]`. With `transpose`, a SelectedRows of height C with one slot per element

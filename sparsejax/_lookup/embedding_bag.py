@@ -71,14 +71,11 @@ def embedding_bag(
     - `"logsumexp"`: `out[b] = log sum exp(x_i)`
     - `"none"`: the rows themselves, as `sparsejax.lookup` returns them
 
-    An empty bag gives zeros with every combiner. A mean whose weights sum to 0 and a
-    sqrtn whose weights are all 0 give zeros. Differentiable in `table` and `weights`;
-    under `sparsejax.grad` the gradient of the table is a SelectedRows with one row per
-    id.
+    An empty bag, and a bag whose divisor is 0, give zeros. Differentiable in `table`
+    and `weights`; under `sparsejax.grad` the gradient of the table is a SelectedRows.
 
     Args:
-      table: `[V, ...]`, as in `sparsejax.lookup`: an array, a SelectedRows, a
-        QuantizedTable, or a ShardedTable.
+      table: `[V, ...]`, as in `sparsejax.lookup`.
       ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, one bag per row,
         padded with `padding_id`; or a SegmentTensor of ids.
       segment_ids: integers `[n]`, the bag of each id. An id whose segment is
@@ -88,10 +85,8 @@ def embedding_bag(
       weights: real numbers with the shape of `ids` (or of its values), for the
         combiners sum, mean and sqrtn.
       combiner: how a bag is reduced.
-      mode: the row for an id out of range: `"fill"` (NaN), `"clip"`, `"zero"`,
-        `"error"`, as in `sparsejax.lookup`. Such an id counts in a mean.
+      mode, max_norm: as in `sparsejax.lookup`. An id out of range counts in a mean.
       padding_id: int, an id that does not count in any bag.
-      max_norm: positive number, as in `sparsejax.lookup`.
       indices_are_sorted: bool, a promise that `segment_ids` ascend, which is faster.
 
     Returns:
@@ -100,25 +95,15 @@ def embedding_bag(
       float32. For `"none"`, `[*ids.shape, *table.shape[1:]]`.
 
     Raises:
-      TypeError: `table`, `ids`, `weights`, `padding_id` or `max_norm` has the wrong
-        type or dtype.
-      ValueError: `combiner` or `mode` is unknown, `weights` are passed for a combiner
-        that does not accept them, shapes do not match, or the bags are missing or
-        passed twice.
-      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
-        `jit`.
+      TypeError: an argument has the wrong type or dtype.
+      ValueError: `combiner` or `mode` is unknown, `combiner` has no weights, shapes do
+        not match, or the bags are missing or passed twice.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
-      >>> table = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-      >>> sj.embedding_bag(table, jnp.array([0, 2, 1]), jnp.array([0, 0, 2]), 3)
-      Array([[6., 8.],
-             [0., 0.],
-             [3., 4.]], dtype=float32)
-      >>> padded = jnp.array([[0, 2], [1, -1]])
-      >>> sj.embedding_bag(table, padded, padding_id=-1, combiner="mean")
-      Array([[3., 4.],
-             [3., 4.]], dtype=float32)
+      >>> table, ids = jnp.array([[1.0], [3.0], [5.0]]), jnp.array([0, 2, 1])
+      >>> sj.embedding_bag(table, ids, jnp.array([0, 0, 2]), 3).T
+      Array([[6., 0., 3.]], dtype=float32)
 
     References:
       Caffe2, `SparseLengthsSum` and related operators; PyTorch, `EmbeddingBag`;
@@ -317,8 +302,8 @@ def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
 def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax.Array:
     """Returns the weighted sum of each bag, in the accumulator's dtype."""
     height = table.shape[0]
-    wanted = lookup.clip_ids(table, bags.ids) if mode == "clip" else bags.ids
-    ids = wanted
+    safe = lookup.clip_ids(table, bags.ids) if mode == "clip" else bags.ids
+    ids = safe
     if bags.skip is not None:
         ids = jnp.where(bags.skip, _arguments.scalar(height, ids), ids)
     add: Any = quantized_bag_sum if is_quantized(table) else bag_sum
@@ -336,7 +321,7 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
         )
     if mode in ("zero", "clip"):
         return total
-    bad = ~indexing.in_range(wanted, height)
+    bad = ~indexing.in_range(safe, height)
     if bags.skip is not None:
         bad &= ~bags.skip
     if mode == "error":

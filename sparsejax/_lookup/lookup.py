@@ -57,38 +57,31 @@ def lookup(
     `sparsejax.grad` the gradient is a SelectedRows.
 
     Args:
-      table: `[V, ...]`, any dtype. Or a SelectedRows of that shape, such as pulled
-        rows: duplicates are summed, and a row that is not stored counts as out of
-        range. Or a QuantizedTable: the rows that are read are dequantized. Or a
+      table: `[V, ...]`, any dtype; or a SelectedRows of pulled rows, in which a row
+        that is not stored counts as out of range; a QuantizedTable; or a
         `sparsejax.parallel.ShardedTable`.
       ids: integers of any type, shape and rank. Negative ids are out of range;
         they never wrap.
       mode: the result for an id out of range. `"fill"`: NaN; for non-float dtypes, the
-        fill value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1. (If a
-        SelectedRows does not store that row, the result is as with `"fill"`.)
-        `"zero"`: zeros. `"error"`: raises through
-        `jax.experimental.checkify`, immediately outside of `jit`; for a jitted
-        function, write `jax.jit(checkify.checkify(f))`. The result is as with `"fill"`.
+        fill value of `jnp.take`. `"clip"`: the nearest row, 0 or V - 1, or as `"fill"`
+        if a SelectedRows does not store it. `"zero"`: zeros. `"error"`: raises through
+        `jax.experimental.checkify`; for a jitted function, write
+        `jax.jit(checkify.checkify(f))`.
       padding_id: int, an id that reads zeros and gets no gradient in any mode. It can
-        be any int (-1, V, the id of a row) and is compared with `ids` before any
-        conversion.
-      max_norm: positive number. A row with a larger norm, over all its axes and in at
-        least float32, is scaled to it; all other rows keep their bits. Gradients flow
-        through the norm, as with TensorFlow's `max_norm`. (PyTorch's renormalizes the
-        table in place.)
+        be any int (-1, V, the id of a row).
+      max_norm: positive number. A row with a larger norm, over all its axes, is scaled
+        to it. Gradients flow through the norm. (PyTorch renormalizes the table.)
 
     Returns:
       `[*ids.shape, *table.shape[1:]]`, of the table's dtype. If Explicit mesh axes
       shard the ids and not the table, they shard the rows in the same way.
 
     Raises:
-      TypeError: `table` is not an array, `ids` are not integers, `padding_id` is
-        not a static int, `max_norm` is not a static number, or `max_norm` is passed
-        with a table that is not floating point.
+      TypeError: `table` is not an array, `ids` are not integers, `padding_id` or
+        `max_norm` is not static, or the table of `max_norm` is not floating point.
       ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
         positive; or a program with mode `"error"` is compiled without `checkify`.
-      checkify.JaxRuntimeError: ids are out of range, under mode `"error"` outside of
-        `jit`.
+      checkify.JaxRuntimeError: ids are out of range, under mode `"error"`.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -190,26 +183,24 @@ def _read(
     mode: str, table: Any, ids: jax.Array, padding: jax.Array | None
 ) -> jax.Array:
     height = table.shape[0]
-    wanted = ids
-    if mode == "clip":
-        wanted = clip_ids(table, ids)
+    safe = clip_ids(table, ids) if mode == "clip" else ids
     if padding is not None:
-        wanted = jnp.where(padding, _arguments.scalar(height, ids), wanted)
+        safe = jnp.where(padding, _arguments.scalar(height, ids), safe)
 
     is_pulled = isinstance(table, SelectedRows)
     is_one_gather = mode in ("clip", "fill") and padding is None
     if is_one_gather and not is_pulled and height and ids.ndim:
         # The gather fills by itself; our own mask could cost another pass over rows.
         if is_quantized(table):
-            return quantized.read(table, wanted, np.nan)
+            return quantized.read(table, safe, np.nan)
         # JAX's own fill value; one of NaN in the call would compile again each time.
-        return table.at[wanted].get(mode=mode, wrap_negative_indices=False)
+        return table.at[safe].get(mode=mode, wrap_negative_indices=False)
     if is_pulled:
-        rows, is_valid = table.find(wanted)
+        rows, is_valid = table.find(safe)
     else:
         is_array = not is_quantized(table)
-        rows = indexing.take_rows(table, wanted) if is_array else table.get(wanted)
-        is_valid = indexing.in_range(wanted, height)
+        rows = indexing.take_rows(table, safe) if is_array else table.get(safe)
+        is_valid = indexing.in_range(safe, height)
     if mode == "zero" or (mode == "clip" and not is_pulled):
         return rows  # with zeros for ids that read no row
     bad = ~is_valid if padding is None else ~(is_valid | padding)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,25 +44,22 @@ def top_k(
 
       ids[b, 0], ids[b, 1], ... = argsort_i(-score(queries[b], table[i]) - bias[i])
 
-    The result equals sorting the scores of all V rows, but the table is read in chunks
-    of C rows, and memory beyond the result is `O(B C)`. Among rows with equal scores
-    the lower id comes first. Not differentiable: for gradients, look the ids up and
-    score these rows.
+    The table is read in chunks of C rows, and memory beyond the result is `O(B C)`.
+    Among rows with equal scores the lower id comes first. Not differentiable: for
+    gradients, look the ids up and score these rows.
 
     Args:
       table: `[V, D]` floats. (`sparsejax.parallel.top_k` takes a ShardedTable.)
       queries: `[..., D]`, one or more vectors.
       k: int, at most V.
       score: `"dot"`; `"cosine"`, where a vector of zeros scores 0; `"l2"`, minus the
-        squared distance; or a function of queries `[B, D]` and rows `[C, D]` (or
-        `[C, ...]`, as in the table) that returns scores `[B, C]`. A row's score must
-        depend on that row alone.
+        squared distance; or a function of queries `[B, D]` and rows `[C, ...]` that
+        returns scores `[B, C]`, each of its row alone.
       bias: `[V]` or `[V, 1]`, added to the scores.
       exclude: ids that must not be found, such as items that a user has seen: ints
         `[E]` for all queries, or `[..., E]`, padded with -1; or a SegmentTensor with a
         segment for each query.
-      chunk_size: int C; by default chosen so that a chunk's scores and rows take a few
-        megabytes.
+      chunk_size: int C; by default a chunk takes a few megabytes.
       precision: as in `jnp.matmul`. GPUs and TPUs round the factors of float32 products
         by default; `"highest"` does not.
 
@@ -90,10 +87,16 @@ def top_k(
       `IndexFlat`.
     """
     table = as_table(table)
-    search = Search(table.shape, queries, k, score, bias, exclude, precision)
-    search_in = search.queries, table, search.bias, search.pairs
-    best = search.in_rows(*search_in, chunk_size)
-    return search.results(*best)
+    search = as_search(table.shape, queries, k, score, exclude, precision)
+    if bias is not None:
+        bias = _arguments.to_array(bias, "bias", "an array of floats")
+        if bias.shape not in ((len(table),), (len(table), 1)):
+            raise ValueError(
+                f"bias must be [V] or [V, 1] with the V = {len(table)} rows of table, "
+                f"got shape {bias.shape}."
+            )
+        bias = lax.stop_gradient(bias.reshape(len(table), 1))
+    return results(search, *search_rows(search, table, bias, chunk_size))
 
 
 # ------------------------------------------------------------------ with parallel
@@ -108,185 +111,177 @@ def as_table(table: Any) -> jax.Array:
     return _arguments.as_floats(tables.as_table(table), "table")
 
 
-class Search:
-    """A search: its checked arguments, and the steps that `parallel` shares.
+class Search(NamedTuple):
+    """The checked arguments of a search.
 
     Args:
-      shape: of the table.
-      queries, k, score, bias, exclude, precision: as in `top_k`.
+      k: int.
+      lead: the leading axes of the queries.
+      score: a function of queries and rows.
+      queries: `[B, D]`.
+      pairs: `(query [m], row [m])` that are excluded, or None.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, ...],
-        queries: Any,
-        k: Any,
-        score: Any,
-        bias: Any,
-        exclude: Any,
-        precision: Any,
-    ):
-        self.height = shape[0]
-        self.k = _arguments.static_int("k", k, 1)
-        if self.k > self.height:
-            raise ValueError(
-                f"k={self.k} is above the number of rows of the table, {self.height}."
-            )
-        fix = "To search with ids, look them up first."
-        queries = _arguments.as_floats(queries, "queries", fix)
-        is_own = callable(score)
-        if not is_own and (len(shape) != 2 or queries.shape[-1:] != shape[1:]):
+    k: int
+    lead: tuple[int, ...]
+    score: Callable[..., jax.Array]
+    queries: jax.Array
+    pairs: tuple[jax.Array, jax.Array] | None
+
+
+def as_search(
+    shape: Any, queries: Any, k: Any, score: Any, exclude: Any, precision: Any
+) -> Search:
+    """Checks the arguments of `top_k` for a table of this shape."""
+    height = shape[0]
+    k = _arguments.static_int("k", k, 1)
+    if k > height:
+        raise ValueError(f"k={k} is above the number of rows of the table, {height}.")
+    fix = "To search with ids, look them up first."
+    queries = _arguments.as_floats(queries, "queries", fix)
+    if not callable(score):
+        if len(shape) != 2 or queries.shape[-1:] != shape[1:]:
             raise ValueError(
                 f"table must be [V, D] and queries [..., D], got shapes {shape} and "
                 f"{queries.shape}."
             )
-        if not is_own and score not in _SCORES:
+        if score not in _SCORES:
             raise ValueError(
                 f"score must be one of {', '.join(map(repr, _SCORES))} or a function "
                 f"of (queries, rows), got {_arguments.show(score)}."
             )
-        how = {} if is_own else {"precision": precision}
-        self.score = functools.partial(score if is_own else _SCORES[score], **how)
-        self.lead = queries.shape[:-1]
-        queries = queries.reshape(math.prod(self.lead), *queries.shape[-1:])
-        self.queries = lax.stop_gradient(queries)
-        self.bias = None if bias is None else self._check_bias(bias)
-        self.pairs = None if exclude is None else self._check_exclude(exclude)
+        score = functools.partial(_SCORES[score], precision=precision)
+    lead = queries.shape[:-1]
+    queries = queries.reshape(math.prod(lead), *queries.shape[-1:])
+    pairs = None if exclude is None else _excluded_pairs(exclude, height, lead)
+    return Search(k, lead, score, lax.stop_gradient(queries), pairs)
 
-    def in_rows(
-        self,
-        queries: jax.Array,
-        table: jax.Array,
-        bias: Any,
-        pairs: Any,
-        chunk_size: Any,
-        count: Any = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns the scores and ids of the best min(k, V) rows of `table`.
 
-        An excluded row has the score -inf.
+def search_rows(
+    search: Search, table: jax.Array, bias: Any, chunk_size: Any, count: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the scores and ids of the best min(k, V) rows of `table`.
 
-        Args:
-          queries: `[B, D]`, the queries of this search.
-          table: the table, or a device's part of it.
-          bias: `[V, 1]` or None.
-          pairs: `(query [m], row [m])` that are excluded, or None.
-          chunk_size: int or None.
-          count: the number of valid rows, which come first; None for all.
-        """
-        height = table.shape[0]
-        k = min(self.k, height)
-        table = lax.stop_gradient(table)
-        if chunk_size is None:
-            rows = queries.shape[0]
-            if _compat.is_symbolic_dim(rows):
-                rows = _SYMBOLIC_QUERIES
-            width = max(rows, math.prod(table.shape[1:]), 1)
-            chunk_size = max(_CHUNK_ELEMENTS // width, 128)
-        chunk = _arguments.static_int("chunk_size", chunk_size, 1)
-        chunk = min(chunk, height)
-        within = lax.iota(_arguments.index_dtype(height), chunk)
+    An excluded row has the score -inf.
 
-        def scores_of(first, begin):
-            part, first = table, jnp.asarray(first)
-            if table.dtype.itemsize < 4:
-                # To slice narrow floats, XLA:CPU casts them. It would hoist the cast
-                # of the whole table out of the loop.
-                part, first = lax.optimization_barrier((table, first))
-            rows = lax.dynamic_slice_in_dim(part, first, chunk)
-            scores = self._scores(queries, rows)
-            if bias is not None:
-                part = lax.dynamic_slice_in_dim(bias, first, chunk)
-                scores += part.reshape(1, chunk).astype(scores.dtype)
-            # -0. equals 0., but `lax.top_k` orders the two.
-            scores = jnp.where(scores == 0, 0, scores)
-            # The last chunk begins earlier, so that it ends with the table. Its first
-            # rows were in the chunk before.
-            counts = first + within >= begin
-            if count is not None:
-                counts &= first + within < count
-            scores = jnp.where(counts[None], scores, -jnp.inf)
-            if pairs is None:
-                return scores
-            query, row = pairs
-            is_here = (row >= first) & (row < first + chunk)
-            column = jnp.where(is_here, row - first, chunk)
-            return scores.at[query, column].set(-jnp.inf, mode="drop")
+    Args:
+      search: the search.
+      table: the table, or a device's part of it.
+      bias: `[V, 1]` or None.
+      chunk_size: int or None.
+      count: the number of valid rows, which come first; None for all.
+    """
+    queries, height = search.queries, table.shape[0]
+    k = min(search.k, height)
+    table = lax.stop_gradient(table)
+    if chunk_size is None:
+        rows = queries.shape[0]
+        if _compat.is_symbolic_dim(rows):
+            rows = _SYMBOLIC_QUERIES
+        width = max(rows, math.prod(table.shape[1:]), 1)
+        chunk_size = max(_CHUNK_ELEMENTS // width, 128)
+    chunk = min(_arguments.static_int("chunk_size", chunk_size, 1), height)
+    within = lax.iota(_arguments.index_dtype(height), chunk)
 
-        def step(best, begin):
-            scores, kept = best
-            first = jnp.minimum(begin, height - chunk)
-            top, place = lax.top_k(scores_of(first, begin), min(k, chunk))
-            scores = jnp.concatenate([scores, top], axis=1)
-            kept = jnp.concatenate([kept, first + place.astype(kept.dtype)], axis=1)
-            scores, place = lax.top_k(scores, k)
-            return (scores, jnp.take_along_axis(kept, place, axis=1)), None
+    def scores_of(first, begin):
+        part, first = table, jnp.asarray(first)
+        if table.dtype.itemsize < 4:
+            # To slice narrow floats, XLA:CPU casts them. It would hoist the cast of the
+            # whole table out of the loop.
+            part, first = lax.optimization_barrier((table, first))
+        rows = lax.dynamic_slice_in_dim(part, first, chunk)
+        scores = _scores(search.score, queries, rows)
+        if bias is not None:
+            part = lax.dynamic_slice_in_dim(bias, first, chunk)
+            scores += part.reshape(1, chunk).astype(scores.dtype)
+        # -0. equals 0., but `lax.top_k` orders the two.
+        scores = jnp.where(scores == 0, 0, scores)
+        # The last chunk begins earlier, so that it ends with the table. Its first rows
+        # were in the chunk before.
+        is_new = first + within >= begin
+        if count is not None:
+            is_new &= first + within < count
+        scores = jnp.where(is_new[None], scores, -jnp.inf)
+        if search.pairs is None:
+            return scores
+        query, row = search.pairs
+        is_here = (row >= first) & (row < first + chunk)
+        column = jnp.where(is_here, row - first, chunk)
+        return scores.at[query, column].set(-jnp.inf, mode="drop")
 
-        begins = np.arange(0, height, chunk).astype(within.dtype)
-        like = jax.eval_shape(scores_of, begins[0], begins[0])
-        none = jnp.full((queries.shape[0], k), -jnp.inf, like.dtype)
-        nowhere = jnp.full(none.shape, -1, within.dtype)
-        # Inside `shard_map` the carry must vary over the same axes as its inputs.
-        given = [queries, table, *jax.tree.leaves((bias, pairs, count))]
-        axes = frozenset().union(*map(_compat.varying_axes, given))
-        none, nowhere = (_compat.to_varying(x, axes) for x in (none, nowhere))
-        best, _ = lax.scan(step, (none, nowhere), begins)
-        return best
+    def step(best, begin):
+        scores, ids = best
+        first = jnp.minimum(begin, height - chunk)
+        top, place = lax.top_k(scores_of(first, begin), min(k, chunk))
+        scores = jnp.concatenate([scores, top], axis=1)
+        ids = jnp.concatenate([ids, first + place.astype(ids.dtype)], axis=1)
+        scores, place = lax.top_k(scores, k)
+        return (scores, jnp.take_along_axis(ids, place, axis=1)), None
 
-    def results(self, scores: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Returns the public result of scores and rows `[B, k]`."""
-        ids = jnp.where(scores == -jnp.inf, _arguments.scalar(-1, ids), ids)
-        shape = (*self.lead, self.k)
-        return scores.reshape(shape), ids.reshape(shape)
+    begins = np.arange(0, height, chunk).astype(within.dtype)
+    like = jax.eval_shape(scores_of, begins[0], begins[0])
+    none = jnp.full((queries.shape[0], k), -jnp.inf, like.dtype)
+    nowhere = jnp.full(none.shape, -1, within.dtype)
+    # Inside `shard_map` the carry must vary over the same axes as its inputs.
+    inputs = jax.tree.leaves((queries, table, bias, search.pairs, count))
+    axes = frozenset().union(*map(_compat.varying_axes, inputs))
+    none, nowhere = (_compat.to_varying(x, axes) for x in (none, nowhere))
+    best, _ = lax.scan(step, (none, nowhere), begins)
+    return best
 
-    # -- private -----------------------------------------------------------------
 
-    def _scores(self, queries: jax.Array, rows: jax.Array) -> jax.Array:
-        scores, dims = self.score(queries, rows), (queries.shape[0], len(rows))
-        if not isinstance(scores, jax.Array) or scores.shape != dims:
+def results(
+    search: Search, scores: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the public result of scores and rows `[B, k]`."""
+    ids = jnp.where(scores == -jnp.inf, _arguments.scalar(-1, ids), ids)
+    shape = (*search.lead, search.k)
+    return scores.reshape(shape), ids.reshape(shape)
+
+
+# ------------------------------------------------------------------ private
+
+
+def _scores(score: Callable, queries: jax.Array, rows: jax.Array) -> jax.Array:
+    scores, shape = score(queries, rows), (queries.shape[0], len(rows))
+    if not isinstance(scores, jax.Array) or scores.shape != shape:
+        raise ValueError(
+            f"score must return [B, C] for queries [B, D] and C rows, {shape} here, "
+            f"got {_arguments.kind_of(scores)}."
+        )
+    return scores.astype(indexing.float_accumulator_dtype(scores.dtype))
+
+
+def _excluded_pairs(
+    exclude: Any, height: int, lead: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns pairs of a query and an id to exclude, both `[m]`."""
+    size = math.prod(lead)
+    if isinstance(exclude, SegmentTensor):
+        if exclude.num_segments != size:
             raise ValueError(
-                f"score must return [B, C] for queries [B, D] and C rows, {dims} here, "
-                f"got {_arguments.kind_of(scores)}."
+                f"exclude must have a segment for each of the {size} queries, got "
+                f"{exclude.num_segments}."
             )
-        return scores.astype(indexing.float_accumulator_dtype(scores.dtype))
-
-    def _check_bias(self, bias: Any) -> jax.Array:
-        bias = _arguments.to_array(bias, "bias", "an array of floats")
-        if bias.shape not in ((self.height,), (self.height, 1)):
-            raise ValueError(
-                f"bias must be [V] or [V, 1] with the V = {self.height} rows of table, "
-                f"got shape {bias.shape}."
-            )
-        return lax.stop_gradient(bias.reshape(self.height, 1))
-
-    def _check_exclude(self, exclude: Any) -> tuple[jax.Array, jax.Array]:
-        """Returns pairs of a query and an id to exclude, both `[m]`."""
-        size = self.queries.shape[0]
-        if isinstance(exclude, SegmentTensor):
-            if exclude.num_segments != size:
-                raise ValueError(
-                    f"exclude must have a segment for each of the {size} queries, got "
-                    f"{exclude.num_segments}."
-                )
-            ids = _arguments.as_ids(exclude.values, self.height, "exclude")
-            query = exclude.segment_ids
-            # An element outside all segments excludes nothing.
-            return jnp.where(query < 0, _arguments.scalar(size, query), query), ids
-        if _is_ragged(exclude):
-            raise TypeError(
-                "exclude must be an array or a SegmentTensor, got sets, or lists of "
-                "several lengths. Pass SegmentTensor.from_lists([list(ids) for ids in "
-                "exclude])."
-            )
-        ids = _arguments.as_ids(exclude, self.height, "exclude")
-        if ids.ndim != 1 and ids.shape[:-1] != self.lead or not ids.ndim:
-            raise ValueError(
-                f"exclude must be [E], or [..., E] with the axes {self.lead} of "
-                f"queries, got shape {ids.shape}. Pad with -1, or pass a SegmentTensor."
-            )
-        each = ids.shape[-1]
-        ids = jnp.broadcast_to(ids, (*self.lead, each)).reshape(size * each)
-        return jnp.repeat(lax.iota(jnp.int32, size), each), ids
+        ids = _arguments.as_ids(exclude.values, height, "exclude")
+        query = exclude.segment_ids
+        # An element outside all segments excludes nothing.
+        return jnp.where(query < 0, _arguments.scalar(size, query), query), ids
+    if _is_ragged(exclude):
+        raise TypeError(
+            "exclude must be an array or a SegmentTensor, got sets, or lists of "
+            "several lengths. Pass SegmentTensor.from_lists([list(ids) for ids in "
+            "exclude])."
+        )
+    ids = _arguments.as_ids(exclude, height, "exclude")
+    if ids.ndim != 1 and ids.shape[:-1] != lead or not ids.ndim:
+        raise ValueError(
+            f"exclude must be [E], or [..., E] with the axes {lead} of queries, got "
+            f"shape {ids.shape}. Pad with -1, or pass a SegmentTensor."
+        )
+    each = ids.shape[-1]
+    ids = jnp.broadcast_to(ids, (*lead, each)).reshape(size * each)
+    return jnp.repeat(lax.iota(jnp.int32, size), each), ids
 
 
 def _is_ragged(x: Any) -> bool:

@@ -14,7 +14,6 @@ from sparsejax._rows.selected_rows import (
     restacked as restacked,
     stacked_rows as stacked_rows,
     with_known_sum as with_known_sum,
-    with_leaves as with_leaves,
     with_slots as with_slots,
 )
 from sparsejax._rows.tables import (

@@ -49,9 +49,9 @@ def root(x: jax.Array) -> jax.Array:
 @root.defjvp
 def _root_jvp(primals, tangents):
     y = root(*primals)
-    some, half = y > 0, jnp.full((), 0.5, y.dtype)
-    slope = half / jnp.where(some, y, jnp.ones((), y.dtype))
-    return y, jnp.where(some, slope, jnp.zeros((), y.dtype)) * tangents[0]
+    is_positive, half = y > 0, jnp.full((), 0.5, y.dtype)
+    slope = half / jnp.where(is_positive, y, jnp.ones((), y.dtype))
+    return y, jnp.where(is_positive, slope, jnp.zeros((), y.dtype)) * tangents[0]
 
 
 def power_of_two(x: jax.Array) -> jax.Array:

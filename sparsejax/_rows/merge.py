@@ -1,5 +1,8 @@
 """Merging duplicate row ids, stable orders, and binary search for ids."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,39 +28,9 @@ def merge_plan(
       `rows`, or `capacity` if it has none; the number of distinct rows, even if not all
       of them fit.
     """
-    if not rows.size or _compat.has_mesh(rows):
-        return _merge_plan(rows, height=height, capacity=capacity)
-    return tuple(_merge_plan_p.bind(rows, height=height, capacity=capacity))
-
-
-def _merge_plan(rows, *, height, capacity):
-    empty = _arguments.scalar(height, rows)
-    # Sort only the ids, then find each one by binary search: on XLA:CPU this is faster
-    # than sorting pairs (see benchmarks/NOTES.md).
-    ordered = lax.sort(rows, is_stable=False)
-    first = jnp.ones(rows.shape, bool).at[1:].set(ordered[1:] != ordered[:-1])
-    first &= ordered != empty
-    place = jnp.cumsum(first, dtype=jnp.int32) - 1
-    most = _arguments.scalar(capacity, place)
-    place = jnp.minimum(jnp.where(ordered == empty, most, place), most)
-    unique = indexing.set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
-    # In slot order, so sums are reproducible and the values need no gather.
-    slot = indexing.take_rows(place, indexing.search_sorted(ordered, rows))
-    return unique, slot, jnp.sum(first, dtype=jnp.int32)
-
-
-def _plan_types(rows, *, height, capacity):
-    plan = ((capacity,), rows.dtype), (rows.shape, jnp.int32)
-    return [*plan, ((), jnp.int32)]
-
-
-_merge_plan_p = _compat.primitive(
-    "merge_plan",
-    _merge_plan,
-    {"cuda": merge_cuda.merge_plan},
-    types=_plan_types,
-    multiple_results=True,
-)
+    none = jnp.zeros((*rows.shape, 0), rows.dtype)
+    unique, slot, _, count = _merge(rows, none, height, capacity)
+    return unique, slot, count
 
 
 def coalesce(
@@ -76,29 +49,49 @@ def coalesce(
       ascending order, padded with `height`; their sums; the number of distinct rows,
       even if not all of them fit.
     """
+    unique, _, total, count = _merge(rows, values, height, capacity)
+    return unique, total, count
+
+
+def _merge(rows: Any, values: Any, height: int, capacity: int) -> Sequence[jax.Array]:
+    """Returns `(unique, slot, sums, count)`; XLA drops those that are not used."""
+    static = dict(height=height, capacity=capacity)
     if not rows.size or _compat.has_mesh(rows) or _compat.has_mesh(values):
-        return _coalesce(rows, values, height=height, capacity=capacity)
-    return tuple(_coalesce_p.bind(rows, values, height=height, capacity=capacity))
+        return _merge_by_sorting(rows, values, **static)
+    return _merge_p.bind(rows, values, **static)
 
 
-def _coalesce(rows, values, *, height, capacity):
-    unique, slot, count = _merge_plan(rows, height=height, capacity=capacity)
+def _merge_by_sorting(rows, values, *, height, capacity):
+    empty = _arguments.scalar(height, rows)
+    # Sort only the ids, then find each one by binary search: on XLA:CPU this is faster
+    # than sorting pairs, and a merge by hashing whose rows are sorted afterwards takes
+    # 0.7 to 1.7 times as long (see benchmarks/NOTES.md).
+    ordered = lax.sort(rows, is_stable=False)
+    first = jnp.ones(rows.shape, bool).at[1:].set(ordered[1:] != ordered[:-1])
+    first &= ordered != empty
+    place = jnp.cumsum(first, dtype=jnp.int32) - 1
+    most = _arguments.scalar(capacity, place)
+    place = jnp.minimum(jnp.where(ordered == empty, most, place), most)
+    unique = indexing.set_rows(jnp.full((capacity,), empty, rows.dtype), place, ordered)
+    # In slot order, so sums are reproducible and the values need no gather.
+    slot = indexing.take_rows(place, indexing.search_sorted(ordered, rows))
     wide = indexing.accumulator_dtype(values.dtype)
     zeros = jnp.zeros((capacity, *values.shape[1:]), wide)
-    total = indexing.add_rows(zeros, slot, values.astype(wide))
-    return unique, total.astype(values.dtype), count
+    total = indexing.add_rows(zeros, slot, values.astype(wide)).astype(values.dtype)
+    return unique, slot, total, jnp.sum(first, dtype=jnp.int32)
 
 
-def _coalesce_types(rows, values, *, height, capacity):
-    summed = (capacity, *values.shape[1:])
-    return [((capacity,), rows.dtype), (summed, values.dtype), ((), jnp.int32)]
+def _merge_types(rows, values, *, height, capacity):
+    summed = (capacity, *values.shape[1:]), values.dtype
+    slots = ((capacity,), rows.dtype), (rows.shape, jnp.int32)
+    return [*slots, summed, ((), jnp.int32)]
 
 
-_coalesce_p = _compat.primitive(
-    "coalesce",
-    _coalesce,
-    {"cuda": merge_cuda.coalesce},
-    types=_coalesce_types,
+_merge_p = _compat.primitive(
+    "merge",
+    _merge_by_sorting,
+    {"cuda": merge_cuda.merge},
+    types=_merge_types,
     multiple_results=True,
 )
 

@@ -33,16 +33,7 @@ def merge_rows(
     Ids are sorted with their positions, the values are gathered in that order, and each
     run of equal ids is added up, always in the same order. `height` may be traced.
     """
-    n = rows.shape[0]
-    height = jnp.asarray(height, rows.dtype)
-    ids, order = lax.sort((rows, lax.iota(jnp.int32, n)), num_keys=1, is_stable=True)
-    follows = jnp.pad(ids[1:] == ids[:-1], (1, 0))
-    wide = indexing.accumulator_dtype(values.dtype)
-    total = run_sums(values[order].astype(wide), follows, _CHUNK)
-    at, count = _positions(~follows & (ids < height))
-    filled = lax.iota(jnp.int32, n) < count
-    distinct = jnp.where(filled, ids[jnp.minimum(at, np.int32(n - 1))], height)
-    return distinct, at, total.astype(values.dtype), count
+    return _merge(rows, values, height)[0]
 
 
 def merge_each(
@@ -69,35 +60,39 @@ def merge_each(
     return [merged[k] for k in range(len(gradients))]
 
 
-def merge_plan(
-    rows: jax.Array, *, height: int, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Computes `merge.merge_plan` without a binary search."""
-    slots = lax.iota(jnp.int32, rows.shape[0])
-    ids, order = lax.sort((rows, slots), num_keys=1, is_stable=True)
-    filled = ids < _arguments.scalar(height, ids)
-    first = filled & jnp.pad(ids[1:] != ids[:-1], (1, 0), constant_values=True)
-    place = jnp.cumsum(first, dtype=jnp.int32) - np.int32(1)
-    place = jnp.where(filled, jnp.minimum(place, np.int32(capacity)), capacity)
-    # The other ids go to different places beyond the end, so all ids are unique.
-    to = jnp.where(first & (place < capacity), place, slots + np.int32(capacity))
-    unique = jnp.full((capacity,), _arguments.scalar(height, ids))
-    unique = unique.at[to].set(ids, mode="drop", unique_indices=True)
-    slot = slots.at[order].set(place, unique_indices=True)
-    return unique, slot, jnp.sum(first, dtype=jnp.int32)
-
-
-def coalesce(
+def merge(
     rows: jax.Array, values: jax.Array, *, height: int, capacity: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns distinct rows, ascending, and their sums; see `merge.coalesce`."""
-    distinct, at, total, count = merge_rows(rows, values, height)
-    more = max(capacity - rows.shape[0], 0)
-    distinct = jnp.pad(
-        distinct, (0, more), constant_values=_arguments.scalar(height, rows)
-    )
-    at = jnp.pad(at, (0, more), constant_values=np.int32(rows.shape[0]))
-    return distinct[:capacity], indexing.take_rows(total, at[:capacity]), count
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Returns distinct rows, slots, sums and their number; see `merge.coalesce`."""
+    (distinct, at, total, count), slot = _merge(rows, values, height)
+    more = (0, max(capacity - rows.shape[0], 0))
+    empty = _arguments.scalar(height, rows)
+    distinct = jnp.pad(distinct, more, constant_values=empty)[:capacity]
+    at = jnp.pad(at, more, constant_values=np.int32(rows.shape[0]))[:capacity]
+    slot = jnp.minimum(slot, np.int32(capacity))
+    return distinct, slot, indexing.take_rows(total, at), count
+
+
+def _merge(rows: jax.Array, values: jax.Array, height: Any) -> tuple[Any, jax.Array]:
+    """Returns `merge_rows`, and the place of each row among the distinct ones."""
+    n = rows.shape[0]
+    height, slots = jnp.asarray(height, rows.dtype), lax.iota(jnp.int32, n)
+    ids, order = lax.sort((rows, slots), num_keys=1, is_stable=True)
+    follows = jnp.pad(ids[1:] == ids[:-1], (1, 0))
+    wide = indexing.accumulator_dtype(values.dtype)
+    total = run_sums(values[order].astype(wide), follows, _CHUNK).astype(values.dtype)
+    # These are `indexing.positions`, but with unique ids: no write is atomic. The
+    # others go to different places beyond the end.
+    is_filled = ids < height
+    first = is_filled & ~follows
+    place = jnp.cumsum(first, dtype=jnp.int32) - np.int32(1)
+    to = jnp.where(first, place, slots + np.int32(n))
+    at = jnp.full((n,), np.int32(n))
+    at = at.at[to].set(slots, mode="drop", unique_indices=True)
+    count = place[-1] + np.int32(1)
+    distinct = jnp.where(slots < count, ids[jnp.minimum(at, np.int32(n - 1))], height)
+    place = jnp.where(is_filled, place, np.iinfo(np.int32).max)
+    return (distinct, at, total, count), slots.at[order].set(place, unique_indices=True)
 
 
 def run_sums(values: jax.Array, follows: jax.Array, chunk: int) -> jax.Array:
@@ -145,15 +140,3 @@ def _shift(x: jax.Array, by: int, fill: Any) -> jax.Array:
     """Returns `x[:, by:]`, padded at the end with `fill`."""
     widths = ((0, 0), (0, by)) + ((0, 0),) * (x.ndim - 2)
     return jnp.pad(x[:, by:], widths, constant_values=fill)
-
-
-def _positions(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes `indexing.positions(mask, n)` with unique ids: no write is atomic."""
-    n = mask.shape[0]
-    place = jnp.cumsum(mask, dtype=jnp.int32)
-    slots = lax.iota(jnp.int32, n)
-    # False elements go to different places beyond the end, so all ids are unique.
-    to = jnp.where(mask, place - np.int32(1), slots + np.int32(n))
-    none = jnp.full((n,), np.int32(n))
-    at = none.at[to].set(slots, mode="drop", unique_indices=True)
-    return at, place[-1]

@@ -7,7 +7,7 @@ holds the table as floats unless it calls `dequantize`.
 
 `jax.tree.map(lambda a, b: (a + b) / 2, table1, table2)` must not average codes. So a
 table shows its scales and biases to trees as an array that JAX moves but does not
-compute with (see `row_ids.seal`). Codes stay plain bytes: arithmetic over the
+compute with (see `row_ids`). Codes stay plain bytes: arithmetic over the
 tree fails at the scales.
 
 The results equal the results of Caffe2 and FBGEMM, bit for bit: the search for a
@@ -16,7 +16,6 @@ range, the operations that round, and the scale (0 or 1) of a row of equal numbe
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -69,12 +68,9 @@ class QuantizedTable:
     - `unpack()`: the same numbers with one code per byte, which is faster to read.
     - `to_fused()`, `from_fused(...)`: to and from one array of bytes.
 
-    A pytree with two leaves, codes and scales. Arithmetic through a tree
-    (`jax.tree.map`, `optax.incremental_update`, `optax.global_norm`) raises an error;
-    moving the leaves works. The attributes `scale_bias`, `scale` and `bias` are plain
-    arrays. It has no gradient: pass it to a function as an argument that is not
-    differentiated. Training in 8 bits differentiates the rows that are read: see
-    `pull` and `sparsejax.optim.rounding`.
+    A pytree with two leaves, codes and scales. Arithmetic through a tree raises an
+    error; moving the leaves works. It has no gradient: training in 8 bits
+    differentiates the rows that are read, see `pull` and `sparsejax.optim.rounding`.
 
     Args:
       codes: uint8 `[V, bytes]`, the codes of a row, packed.
@@ -100,7 +96,7 @@ class QuantizedTable:
     """
 
     codes: jax.Array
-    _pairs: Any  # a leaf of `row_ids.seal`, or what a tree was rebuilt with
+    _pairs: Any  # a leaf of `row_ids.PAIRS`, or what a tree was rebuilt with
     bits: int
     row_shape: tuple[int, ...]
     dtype: np.dtype
@@ -117,7 +113,7 @@ class QuantizedTable:
         dtype: np.dtype,
     ):
         # Pack here; packing in tree_flatten would copy all scales at every call.
-        pairs = row_ids.seal(scale_bias)
+        pairs = row_ids.PAIRS.seal(scale_bias)
         vars(self).update(codes=codes, _pairs=pairs, bits=bits)
         vars(self).update(row_shape=row_shape, dtype=dtype)
 
@@ -130,24 +126,18 @@ class QuantizedTable:
     def tree_flatten(self) -> tuple[Any, Any]:
         """Returns the children; the static part can be JSON, for exports."""
         static = self.bits, self.row_shape, jnp.dtype(self.dtype).name
-        return (self.codes, row_ids.seal(self._pairs)), static
+        return (self.codes, row_ids.PAIRS.seal(self._pairs)), static
 
     @classmethod
     def tree_unflatten(
         cls, static: tuple[int, tuple[int, ...], str], children: Iterable[Any]
     ) -> QuantizedTable:
         """Rebuilds without checks: children may be anything JAX puts there."""
-        bits, row_shape, dtype = static
-        codes, pairs = children
-        pairs = row_ids.pairs_from_words(pairs)
+        (codes, pairs), (bits, row_shape, dtype) = children, static
+        pairs = row_ids.PAIRS.from_words(pairs, codes)
         self = object.__new__(cls)
-        vars(self).update(
-            codes=codes,
-            _pairs=pairs,
-            bits=bits,
-            row_shape=row_shape,
-            dtype=jnp.dtype(dtype),
-        )
+        vars(self).update(codes=codes, _pairs=pairs, bits=bits)
+        vars(self).update(row_shape=row_shape, dtype=jnp.dtype(dtype))
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,7 +162,7 @@ class QuantizedTable:
     @property
     def scale_bias(self) -> jax.Array:
         """The scale and the bias of each row, `[V, 2]`."""
-        return row_ids.unseal(self._pairs)
+        return row_ids.PAIRS.unseal(self._pairs)
 
     @property
     def scale(self) -> jax.Array:
@@ -187,7 +177,7 @@ class QuantizedTable:
     @property
     def scale_dtype(self) -> Any:
         """The dtype of scales and biases."""
-        return row_ids.dtype_of_pairs(self._pairs)
+        return row_ids.PAIRS.dtype_in(self._pairs) or self._pairs.dtype
 
     @property
     def nbytes(self) -> int:
@@ -196,7 +186,7 @@ class QuantizedTable:
         return math.prod(self.codes.shape) + pairs
 
     def __repr__(self) -> str:
-        leaves = self.codes, row_ids.unseal(self._pairs)
+        leaves = self.codes, self.scale_bias
         if not all(hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves):
             codes, pair = map(_arguments.show_spec, leaves)  # in a tree of something
             return f"QuantizedTable(codes={codes}, scale_bias={pair})"
@@ -319,7 +309,13 @@ class QuantizedTable:
           >>> table.requantize(2 * table.dequantize()).dequantize()
           Array([[2., 4.]], dtype=float32)
         """
-        array = self._check_like("array", array)
+        array = _arguments.as_floats(array, "array")
+        if array.shape != self.shape:
+            raise ValueError(
+                f"array must be of the shape of the table, {self.shape}, got "
+                f"{_arguments.kind_of(array)}. Use sparsejax.quantize for a table of "
+                "another shape."
+            )
         # A stack of tables is quantized as one table.
         rows = array.reshape(math.prod(self.codes.shape[:-1]), *self.row_shape)
         new = quantize(rows, self.bits, scale_dtype=self.scale_dtype, key=key)
@@ -364,25 +360,11 @@ class QuantizedTable:
         """
         mine = self.dequantize()
         theirs = other.dequantize() if is_quantized(other) else other
-        theirs = self._check_like("other", theirs)
+        theirs = _arguments.as_floats(theirs, "other")
         wide = indexing.accumulator_dtype(indexing.promote(mine.dtype, theirs.dtype))
-        weight = _arguments.to_array(weight, "weight", "a number").astype(wide)
-        if weight.ndim:
-            kind = _arguments.kind_of(weight)
-            raise ValueError(f"weight must be a scalar, got {kind}.")
+        weight = _arguments.as_scalar(weight, "weight", wide)
         mean = (1 - weight) * mine.astype(wide) + weight * theirs.astype(wide)
         return self.requantize(mean, key)
-
-    def _check_like(self, name: str, x: Any) -> jax.Array:
-        """Returns `x` as an array of floats of the table's shape, or raises."""
-        x = _arguments.as_floats(x, name)
-        if x.shape != self.shape:
-            raise ValueError(
-                f"{name} must be of the shape of the table, {self.shape}, got "
-                f"{_arguments.kind_of(x)}. Use sparsejax.quantize for a table of "
-                "another shape."
-            )
-        return x
 
     # -- other forms -------------------------------------------------------------
 
@@ -478,26 +460,18 @@ class QuantizedTable:
                 "np.uint8).reshape(rows, -1)."
             )
         tail = 2 * pair_dtype.itemsize
-        num_codes = (fused.shape[1] - tail) * (8 // bits)
-        if num_codes < 1:
-            raise ValueError(
-                f"fused must have at least {tail + 1} columns, one code and {tail} "
-                f"bytes of scale and bias, got {fused.shape[1]}. Check bits and "
-                "scale_dtype."
-            )
-        features = num_codes if features is None else features
+        num_bytes = max(fused.shape[1] - tail, 1)
+        features = num_bytes * (8 // bits) if features is None else features
         features = _arguments.static_int("features", features, 1)
-        if features > num_codes or features <= num_codes - 8 // bits:
+        if fused.shape[1] != _num_bytes(features, bits) + tail:
             raise ValueError(
-                f"features={features} needs {_num_bytes(features, bits)} bytes of "
-                f"codes, but with scale and bias of {pair_dtype.name} a row of "
-                f"{fused.shape[1]} bytes has {fused.shape[1] - tail}. Check features, "
-                "bits and scale_dtype."
+                f"fused must have {_num_bytes(features, bits) + tail} columns, for "
+                f"features={features} codes of {bits} bits and {tail} bytes of scale "
+                f"and bias, got {fused.shape[1]}. Check features, bits and scale_dtype."
             )
         codes, pair = fused[:, :-tail], fused[:, -tail:]
         pair = lax.bitcast_convert_type(pair.reshape(len(pair), 2, -1), pair_dtype)
-        kind = _float_dtype(dtype)
-        return cls(codes, pair, bits, (features,), kind)
+        return cls(codes, pair, bits, (features,), _float_dtype(dtype))
 
 
 def is_quantized(x: Any) -> TypeGuard[QuantizedTable]:
@@ -572,13 +546,12 @@ def read_pairs(table: QuantizedTable, ids: jax.Array, fill: Any = None) -> jax.A
 
     Ids out of range are clipped, or read `fill`.
     """
-    words, how = row_ids.words_of_leaf(row_ids.seal(table._pairs)), {}
+    words = row_ids.words_of_leaf(row_ids.PAIRS.seal(table._pairs))
+    how: dict[str, Any] = dict(mode="clip")
     if fill is not None:  # words of both dtypes that are two or one times this number
         pair = np.full(4 // table.scale_dtype.itemsize, fill, table.scale_dtype)
-        how = dict(fill_value=pair.view(np.uint32)[0])
-    words = words.at[ids].get(
-        mode="fill" if how else "clip", wrap_negative_indices=False, **how
-    )
+        how = dict(mode="fill", fill_value=pair.view(np.uint32)[0])
+    words = words.at[ids].get(wrap_negative_indices=False, **how)
     return row_ids.pairs_of_words(words)
 
 
@@ -615,14 +588,10 @@ def quantize(
 
       scale = max|x| / m,  bias = -(m + 1) scale
 
-    With `search="greedy"`, the range is cut from both ends in steps of 1/200, down to
-    168/200 of its length. The first local minimum of the sum of squared errors that is
-    the best so far is taken. It pays for 4 and 2 bits.
-
-    `bias` and `scale` are rounded to `scale_dtype` before codes are computed. A row of
-    equal numbers is exact up to the rounding of `bias`. Outside of `jit`, results
-    equal Caffe2's operators bit for bit; inside, XLA may round the last bit
-    of a scale differently.
+    With `search="greedy"`, the range is cut from both ends where that makes the sum of
+    squared errors smaller, which pays for 4 and 2 bits. Outside of `jit`, results equal
+    Caffe2's operators bit for bit; inside, XLA may round the last bit of a scale
+    differently.
 
     Args:
       table: floats `[V, ...]`, of rank 2 or more. A row is what one id reads.
@@ -631,16 +600,15 @@ def quantize(
         8 bits, and float16 for fewer.
       symmetric: True if codes are multiples of a scale, on both sides of zero.
       search: None or `"greedy"`.
-      key: a PRNG key or an int, to round up or down at random, so that the expected
-        value of a number in the range is that number. None rounds to the nearest.
+      key: a PRNG key or an int, to round up or down at random, so that a number is its
+        expected value. None rounds to the nearest.
 
     Returns:
       QuantizedTable, whose reads give the dtype of `table`. Inside `jit`, a row with
       NaN or infinity, or beyond the range of `scale_dtype`, reads NaN.
 
     Raises:
-      TypeError: `table` is not an array of floats, or `scale_dtype` or `key` is not as
-        described.
+      TypeError: `table` is not an array of floats, or `scale_dtype` or `key` is wrong.
       ValueError: `bits` is not 8, 4 or 2, `table` has rank below 2, `search` is
         unknown or used with `symmetric`, or, outside of `jit`, a row is not finite.
 
@@ -667,15 +635,10 @@ def quantize(
             "a scale and a bias, which would be larger than one number."
         )
     symmetric = _arguments.check_bool("symmetric", symmetric)
-    if search not in (None, "greedy"):
+    if search not in (None, "greedy") or (search and symmetric):
         raise ValueError(
-            f"search must be None or 'greedy', got {_arguments.show(search)}. None "
-            "takes the range of each row as it is."
-        )
-    if search and symmetric:
-        raise ValueError(
-            "search='greedy' cuts a range at either end, so it cannot be symmetric. "
-            "Leave out one of them."
+            "search must be None or 'greedy', and None with symmetric=True, got "
+            f"{_arguments.show(search)}. None takes the range of each row as it is."
         )
     if key is not None:
         key = _arguments.as_key(key, from_int=True)
@@ -683,9 +646,7 @@ def quantize(
     # Caffe2 divides rows by their scale in some operators, and multiplies in others.
     divides = bits < 8 and (search is not None or dtype == jnp.float16)
     x = table.reshape(table.shape[0], math.prod(row_shape))
-    codes, pair = _quantize(
-        x, key, bits, pair_dtype, symmetric, search is not None, divides
-    )
+    codes, pair = _quantize(x, key, bits, pair_dtype, symmetric, bool(search), divides)
     finite = jnp.isfinite(pair).all(axis=1)
     if _arguments.is_concrete(finite) and not finite.all():
         bad = np.flatnonzero(~np.asarray(finite))
@@ -699,10 +660,7 @@ def quantize(
     return QuantizedTable(codes, pair, bits, row_shape, dtype)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("bits", "scale_dtype", "symmetric", "greedy", "divides"),
-)
+@functools.partial(jax.jit, static_argnums=range(2, 7))
 def _quantize(x, key, bits, scale_dtype, symmetric, greedy, divides):
     """Quantizes rows `[V, D]`: packed codes `[V, bytes]`, scale and bias `[V, 2]`."""
     x = x.astype(jnp.float32)
@@ -801,30 +759,26 @@ def _search_range(x, low, high, bits, rounded):
         error = x - (codes * scale + low)
         return jnp.sqrt(jnp.sum(error * error, axis=1))
 
+    # A range is `(error, low, high)`, and the state `(cuts, range, best range)`.
+    select = lambda mask, new, old: [jnp.where(mask, *pair) for pair in zip(new, old)]
+
     def is_wide(state):
-        cuts, low, high = state[:3]
+        cuts, (_, low, high), _ = state
         return (cuts < _MAX_CUTS) & (low + least < high)
 
     def cut(state):
-        cuts, low, high, error, best, best_low, best_high = state
-        left, right = loss(low + step, high), loss(low, high - step)
-        is_best = (error < left) & (error < right) & (error < best)
-        is_left = left < right
-        new = (
-            jnp.where(is_left, low + step, low),
-            jnp.where(is_left, high, high - step),
-            jnp.where(is_left, left, right),
-            jnp.where(is_best, error, best),
-            jnp.where(is_best, low, best_low),
-            jnp.where(is_best, high, best_high),
-        )
+        cuts, (error, low, high), best = state
+        left = [loss(low + step, high), low + step, high]
+        right = [loss(low, high - step), low, high - step]
+        is_best = (error < left[0]) & (error < right[0]) & (error < best[0])
+        new = select(left[0] < right[0], left, right)
+        better = select(is_best, state[1], best)
         wide = is_wide(state)
-        new = [jnp.where(wide, a, b) for a, b in zip(new, state[1:])]
-        return cuts + 1, *new
+        return cuts + 1, select(wide, new, state[1]), select(wide, better, best)
 
-    first = loss(low, high)
-    state = jnp.int32(0), low, high, first, first, low, high
-    *_, low, high = lax.while_loop(lambda s: is_wide(s).any(), cut, state)
+    start = [loss(low, high), low, high]
+    state = jnp.int32(0), start, start
+    *_, (_, low, high) = lax.while_loop(lambda s: is_wide(s).any(), cut, state)
     return low, high
 
 
@@ -848,15 +802,14 @@ def _check_bits(bits: Any, scale_dtype: Any) -> tuple[int, Any]:
         )
     if scale_dtype is None:
         scale_dtype = jnp.float32 if bits == 8 else jnp.float16
-    dtype = _float_dtype(scale_dtype, "scale_dtype")
+    dtype = jax.dtypes.canonicalize_dtype(scale_dtype)
     if dtype not in (jnp.float32, jnp.float16):
         raise TypeError(f"scale_dtype must be float32 or float16, got {dtype}.")
     return int(bits), dtype
 
 
-def _float_dtype(dtype: Any, name: str = "dtype") -> Any:
-    with contextlib.suppress(TypeError):  # not a dtype
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-        if jnp.issubdtype(dtype, jnp.floating):
-            return dtype
-    raise TypeError(f"{name} must be a dtype of floats, got {_arguments.show(dtype)}.")
+def _float_dtype(dtype: Any) -> Any:
+    dtype = jax.dtypes.canonicalize_dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"dtype must be a dtype of floats, got {dtype}.")
+    return dtype

@@ -17,9 +17,6 @@ from sparsejax._arguments import ArrayLike
 from sparsejax._rows import SelectedRows, indexing
 
 
-_WEIGHTED_SUM = "sparsejax.scatter_weighted_sum"
-
-
 def scatter_assign(table: ArrayLike, rows: ArrayLike, values: ArrayLike) -> jax.Array:
     """Replaces rows of a table.
 
@@ -181,11 +178,11 @@ def _weight(i: int, weight: Any) -> jax.Array:
     return weight.reshape(())
 
 
-def _check_kind(name: str, found: Any, want: Any) -> None:
+def _check_kind(name: str, dtype: Any, of_table: Any) -> None:
     """Raises a TypeError for floats in a table of integers; floats may narrow."""
     for kind in (jnp.complexfloating, jnp.inexact):
-        if jnp.issubdtype(found, kind) and not jnp.issubdtype(want, kind):
+        if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(of_table, kind):
             raise TypeError(
-                f"cannot store {name} of type {found} in a table of {want}. Cast one "
-                "of them with .astype."
+                f"cannot store {name} of type {dtype} in a table of {of_table}. Cast "
+                "one of them with .astype."
             )

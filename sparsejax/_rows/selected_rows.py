@@ -76,10 +76,9 @@ class _InErrors(type):
 class SelectedRows(metaclass=_InErrors):
     """Rows of a `[height, ...]` array, by id.
 
-    Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and
-    zeros in all other rows. The gradients of `sparsejax.value_and_grad`, the updates of
-    optimizers and the rows pulled from a `sparsejax.store.KVStore` are SelectedRows.
-    Everything works under `jit`:
+    Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and zeros in
+    all other rows. Gradients, updates of optimizers and rows pulled from a
+    `sparsejax.store.KVStore` are SelectedRows. Everything works under `jit`:
 
     - `to_dense()`, `from_dense(x)`: convert to and from an array.
     - `coalesce()`: merges duplicates; ids ascend.
@@ -101,8 +100,7 @@ class SelectedRows(metaclass=_InErrors):
       values: `[n, ...]`, any dtype, the values of each slot.
       height: int, the number of rows of the dense array.
       stack: tuple of ints, the leading axes of a stack of tables: `(K,)` for the array
-        `[K, V, ...]`. Then `height` is K * V, and row v of table k has the id
-        k * V + v. The gradient of a parameter `[K, V, ...]` read at (k, v) has a stack.
+        `[K, V, ...]`, whose height is K * V; row v of table k has the id k * V + v.
 
     Raises:
       TypeError: `rows` are not integers, or `height` or `stack` are not ints.
@@ -145,11 +143,8 @@ class SelectedRows(metaclass=_InErrors):
         # tracers, ShapeDtypeStructs or placeholders.
         rows = _array_or_spec(_arguments.saturate(rows), "rows")
         values = _array_or_spec(values, "values")
-        height = _arguments.static_int(
-            "height",
-            height,
-            hint=" It is the number of rows of the dense array.",
-        )
+        fix = "It is the number of rows of the dense array."
+        height = _arguments.static_int("height", height, hint=fix)
         if rows.shape == (0,) and not jnp.issubdtype(rows.dtype, jnp.integer):
             rows = jnp.zeros((0,), jnp.int32)  # SelectedRows([], ...) means no rows
         _check_rows(rows)
@@ -178,20 +173,18 @@ class SelectedRows(metaclass=_InErrors):
         """Returns the children; the first one is a leaf of `row_ids`."""
         ids = self._ids
         if not self._is_computed:
-            ids = row_ids.seal(ids, self._row_ndim)
+            ids = row_ids.IDS.seal(ids, self._row_ndim)
         return (ids, self.values), (self.height, self.stack, self._row_ndim)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
-        self = object.__new__(cls)
-        ids, values = children
-        fields = dict(zip(("height", "stack", "_row_ndim"), static))
-        ids = row_ids.from_words(ids, values, fields["_row_ndim"])
-        vars(self).update(_ids=ids, values=values, **fields)
+        (ids, values), (height, stack, row_ndim) = children, static
+        ids = row_ids.IDS.from_words(ids, values, row_ndim)
+        fields = dict(height=height, stack=stack, _row_ndim=row_ndim)
         if isinstance(ids, jax.Array) and jnp.issubdtype(ids.dtype, jnp.integer):
-            vars(self).update(_is_computed=True)
-        return self
+            fields["_is_computed"] = True
+        return _unchecked(cls, _ids=ids, values=values, **fields)
 
     def __getstate__(self) -> dict[str, Any]:
         # For pickle and copy. Plain ids can be read without JAX.
@@ -208,7 +201,7 @@ class SelectedRows(metaclass=_InErrors):
                 "A function of the leaves of a SelectedRows computed "
                 f"{_arguments.show_spec(ids)} in place of the row ids. {_WAYS_OUT}"
             )
-        if row_ids.is_sealed(ids) and values is not None:
+        if row_ids.IDS.dtype_in(ids) and values is not None:
             slots = len(ids.shape) - self._row_ndim
             expected = (*values[:slots], *(1,) * self._row_ndim) if slots >= 0 else None
             if ids.shape != expected:
@@ -217,7 +210,7 @@ class SelectedRows(metaclass=_InErrors):
                     f"row ids {ids.shape}, values {values}. {_WAYS_OUT}"
                 )
         # Not kept: a tracer that is kept can outlive the function that it belongs to.
-        return row_ids.unseal(ids, self._row_ndim)
+        return row_ids.IDS.unseal(ids, self._row_ndim)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -270,22 +263,17 @@ class SelectedRows(metaclass=_InErrors):
         ids, values = self._ids, _arguments.show_spec(self.values)
         with contextlib.suppress(TypeError, ValueError):  # leaves that do not fit
             ids = self.rows
+        rows, num_rows = _arguments.show_spec(ids), ""
         is_concrete = _arguments.is_concrete(ids) and ids.ndim == 1
-        if not is_concrete or not jnp.issubdtype(ids.dtype, jnp.integer):
-            rows = _arguments.show_spec(ids)
-            return f"SelectedRows(rows={rows}, values={values}, {self._show_height()})"
-        ids = np.asarray(ids)
-        filled = (ids >= 0) & (ids < self.height)
-        shown = [str(r) if ok else "-" for r, ok in zip(ids[:8], filled[:8])]
-        shown += ["..."] if ids.size > 8 else []
-        return (
-            f"SelectedRows(rows=[{' '.join(shown)}], values={values}, "
-            f"{self._show_height()}, num_rows={filled.sum()})"
-        )
-
-    def _show_height(self) -> str:
+        if is_concrete and jnp.issubdtype(ids.dtype, jnp.integer):
+            ids = np.asarray(ids)
+            filled = (ids >= 0) & (ids < self.height)
+            shown = [str(r) if ok else "-" for r, ok in zip(ids[:8], filled[:8])]
+            rows = f"[{' '.join([*shown, *['...'] * (ids.size > 8)])}]"
+            num_rows = f", num_rows={filled.sum()}"
         stack = f", stack={self.stack}" if self.stack else ""
-        return f"height={self.height}{stack}"
+        height = f"height={self.height}{stack}"
+        return f"SelectedRows(rows={rows}, values={values}, {height}{num_rows})"
 
     # -- to and from dense -------------------------------------------------------
 
@@ -526,7 +514,7 @@ class SelectedRows(metaclass=_InErrors):
           Array([[3. , 3.5]], dtype=float32)
         """
         values = _array_or_spec(f(self.values), "values")
-        if not row_ids.is_sealed(self._ids):
+        if not row_ids.IDS.dtype_in(self._ids):
             _check_rows(self.rows)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
@@ -576,7 +564,7 @@ class SelectedRows(metaclass=_InErrors):
         if not _is_arraylike(other):
             return NotImplemented
         if np.ndim(other):
-            if row_ids.is_sealed(other, pairs=True) and _arguments.is_concrete(other):
+            if row_ids.PAIRS.dtype_in(other) and _arguments.is_concrete(other):
                 raise TypeError(
                     "SelectedRows + scale_bias of a QuantizedTable: outside of jit "
                     "JAX does not convert the sum as optax.apply_updates wants it. "
@@ -695,12 +683,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     References:
       PaddlePaddle, `sum` over SelectedRows.
     """
-    try:
-        summands: list[Any] = list(parts)
-    except TypeError:
-        raise TypeError(
-            f"parts must be a list of SelectedRows, got {_arguments.kind_of(parts)}."
-        ) from None
+    summands: list[Any] = list(parts)
     if not summands:
         raise ValueError("parts must not be empty: pass at least one SelectedRows.")
     for part in summands:
@@ -723,11 +706,6 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 def with_slots(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
     """Returns a SelectedRows with these slots, and the height and stack of `like`."""
     return SelectedRows(rows, values, like.height, like.stack)
-
-
-def with_leaves(like: SelectedRows, rows: Any, values: Any) -> SelectedRows:
-    """Works as `with_slots` without checks, for tracers of the same shapes."""
-    return _replaced(like, _ids=rows, values=values)
 
 
 def flat_rows(like: SelectedRows, array: Any) -> Any:
@@ -763,29 +741,27 @@ def restacked(rows: SelectedRows, stack: tuple[int, ...], array: Any) -> Selecte
 # ------------------------------------------------------------------ private
 
 
+def _unchecked(kind: type[Rows], **fields: Any) -> Rows:
+    """Builds SelectedRows of its fields, without the checks of `__init__`."""
+    rows = object.__new__(kind)
+    vars(rows).update(fields)
+    return rows
+
+
 def _replaced(rows: Rows, **fields: Any) -> Rows:
     """Returns `rows` with other fields, without checks."""
-    out = object.__new__(type(rows))
-    vars(out).update(vars(rows), **fields)
-    return out
+    return _unchecked(type(rows), **{**vars(rows), **fields})
 
 
 def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
     """Returns the leading axes of a stack, as ints whose product divides `height`."""
-    hint = "It holds the leading axes of a stack of tables."
-    if not isinstance(stack, (tuple, list)):
-        raise TypeError(
-            f"stack must be a tuple of ints, got {_arguments.kind_of(stack)}. For K "
-            "tables of V rows pass stack=(K,) and height=K * V."
-        )
-    sizes = tuple(
-        _arguments.static_int("each size in stack", size, hint=hint) for size in stack
-    )
-    tables = math.prod(sizes)
-    if not tables or height % tables:
-        raise ValueError(
-            f"height must be the number of rows of all {tables} tables of "
-            f"stack={sizes}, got {height}. For K tables of V rows pass stack=(K,) and "
+    is_tuple = isinstance(stack, (tuple, list))
+    sizes = stack if is_tuple else ()
+    sizes = tuple(_arguments.static_int("a size in stack", n, 1) for n in sizes)
+    if not is_tuple or height % math.prod(sizes):
+        raise (ValueError if is_tuple else TypeError)(
+            f"stack must be a tuple of ints whose product divides height={height}, got "
+            f"{_arguments.show(stack)}. For K tables of V rows pass stack=(K,) and "
             "height=K * V."
         )
     return sizes
@@ -838,7 +814,7 @@ def _scale(op, symbol: str, values: jax.Array, by: Any) -> jax.Array:
 
 def _add_to_array(array: Any, rows: Any) -> jax.Array:
     """Scatter-adds in the array's dtype, as `array.at[...].add` does."""
-    if row_ids.is_sealed(array, pairs=True):
+    if row_ids.PAIRS.dtype_in(array):
         words = row_ids.words_of_leaf(array)  # see `optim.rounding`
         return row_ids.seal_words(_add_to_array(words, rows))
     array = jnp.asarray(array)
@@ -847,7 +823,6 @@ def _add_to_array(array: Any, rows: Any) -> jax.Array:
             f"SelectedRows + array: the shapes must be equal, got {rows.shape} and "
             f"{array.shape}. A SelectedRows does not broadcast."
         )
-    _check_rows(rows.rows)
     array = flat_rows(rows, array)
     wide = indexing.accumulator_dtype(indexing.promote(array.dtype, rows.dtype))
     if wide == array.dtype:

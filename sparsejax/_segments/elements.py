@@ -91,25 +91,25 @@ def narrow(x: Any, name: str) -> Any:
     return x.astype(dtype, copy=False)
 
 
-def check_count(values: Any, want: Any = None, other: str = "") -> int:
-    """Returns the number of elements; raises unless all leaves have it, and `want`."""
+def check_count(values: Any, expected: Any = None, other: str = "") -> int:
+    """Returns the number of elements; raises unless all leaves have as many."""
     for path, x in leaves_with_path(values):
         shape = getattr(x, "shape", ())
         count = x.num_segments if is_nested(x) else shape[0] if shape else "a scalar"
         name = jax.tree_util.keystr(path)
-        if want is None:
-            want, other = count, f"values{name}"
-        if count != want:
+        if expected is None:
+            expected, other = count, f"values{name}"
+        if count != expected:
             raise ValueError(
-                f"values{name} must have as many elements as {other}, {want}, got "
+                f"values{name} must have as many elements as {other}, {expected}, got "
                 f"{count}. All leaves must have the same first axis; the elements of a "
                 "nested SegmentTensor are its segments."
             )
-    if want is None:
+    if expected is None:
         raise ValueError(
             "values must be an array [n, ...] or a pytree of such arrays, got no array."
         )
-    return want
+    return expected
 
 
 def check_fits(values: Any, need: Any, n: int, capacity: int) -> None:

@@ -65,10 +65,10 @@ def read(lists: Any, dtype: Any) -> Level:
     return Level(_as_numbers(items, dtype), lengths)
 
 
-def _not_lists(found: str) -> TypeError:
+def _not_lists(shown: str) -> TypeError:
     return TypeError(
         "lists must be a list of segments, and each segment a list or array of "
-        f"elements, got {found}. Write one element as [x], and none as []."
+        f"elements, got {shown}. Write one element as [x], and none as []."
     )
 
 

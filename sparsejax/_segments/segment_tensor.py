@@ -105,17 +105,8 @@ class SegmentTensor:
             conversions.check_sorted(ids, way_out)
         values = elements.as_elements(values)
         elements.check_count(values, ids.shape[0], "segment_ids")
-        values = elements.map_leaves(jnp.asarray, lambda x: x, values)
-        ids = jnp.asarray(ids)
-        self._set(values, ids, num_segments, bool(is_sorted))
-
-    def _set(self, values: Any, segment_ids: Any, num_segments: int, is_sorted: bool):
-        self.__dict__.update(
-            values=values,
-            segment_ids=segment_ids,
-            num_segments=num_segments,
-            is_sorted=is_sorted,
-        )
+        made = self._make_unchecked(values, ids, num_segments, bool(is_sorted))
+        vars(self).update(vars(made))
 
     @classmethod
     def _make_unchecked(
@@ -138,7 +129,8 @@ class SegmentTensor:
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
         """Rebuilds without checks: children may be anything JAX puts there."""
         self = object.__new__(cls)
-        self._set(*children, *static)
+        names = "values", "segment_ids", "num_segments", "is_sorted"
+        vars(self).update(zip(names, (*children, *static)))
         return self
 
     # -- what it is --------------------------------------------------------------
@@ -244,7 +236,10 @@ class SegmentTensor:
           >>> sj.SegmentTensor.from_offsets(jnp.array([10, 11, 101]), [0, 2, 2, 3])
           SegmentTensor([[10 11] [] [101]], int32, num_segments=3, capacity=3)
         """
-        return cls._from_offsets(values, offsets, capacity)
+        offsets = conversions.as_offsets(offsets)
+        diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
+        begins_with_0 = offsets[0] == 0
+        return cls._from_lengths(values, diff(offsets), begins_with_0, capacity)
 
     @classmethod
     def from_segment_ids(
@@ -344,9 +339,8 @@ class SegmentTensor:
         """
         multi_hot = elements.as_array(multi_hot, "multi_hot")
         hot = multi_hot.dtype == bool
-        if multi_hot.ndim != 2 or not (
-            hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
-        ):
+        is_counts = hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
+        if multi_hot.ndim != 2 or not is_counts:
             raise ValueError(
                 "multi_hot must be integers or booleans [S, V] (the count of each "
                 f"id), got {multi_hot.dtype} of shape {multi_hot.shape}. For ids with "
@@ -479,14 +473,7 @@ class SegmentTensor:
             )
         index = _arguments.as_integers(indices, "indices")
         values = index if data is None else {"index": index, "value": data}
-        return cls._from_offsets(values, pointers, capacity)
-
-    @classmethod
-    def _from_offsets(cls, values: Any, offsets: Any, capacity: int | None) -> Self:
-        offsets = conversions.as_offsets(offsets)
-        diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
-        valid = offsets[0] == 0
-        return cls._from_lengths(values, diff(offsets), valid, capacity)
+        return cls.from_offsets(values, pointers, capacity=capacity)
 
     @classmethod
     def _from_lengths(

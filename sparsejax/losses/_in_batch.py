@@ -72,9 +72,10 @@ def in_batch_softmax_loss(
     candidates = _arguments.as_floats(candidates, "candidates")
     is_matrix = queries.ndim == 2 and candidates.ndim == 2
     if not is_matrix or queries.shape[1] != candidates.shape[1]:
-        found = f"shapes {queries.shape} and {candidates.shape}"
-        want = "[B, D] and candidates [C, D]"
-        raise ValueError(f"queries must be {want}, got {found}.")
+        raise ValueError(
+            f"queries must be [B, D] and candidates [C, D], got shapes {queries.shape} "
+            f"and {candidates.shape}."
+        )
     size, count = queries.shape[0], candidates.shape[0]
     if count < size:
         raise ValueError(
@@ -83,9 +84,8 @@ def in_batch_softmax_loss(
         )
     scores = arithmetic.einsum("bd,cd->bc", queries, candidates)
     if isinstance(temperature, (int, float, np.number)) and not temperature > 0:
-        found = _arguments.show(temperature)
-        raise ValueError(f"temperature must be positive, got {found}.")
-    scores /= _scores.as_scalar(temperature, "temperature", scores.dtype)
+        raise ValueError(f"temperature must be positive, got {temperature}.")
+    scores /= _arguments.as_scalar(temperature, "temperature", scores.dtype)
     if log_q is not None:
         log_q = _arguments.as_floats(log_q, "log_q")
         scores -= _of_candidates("log_q", log_q, count).astype(scores.dtype)[None]
@@ -114,6 +114,7 @@ def in_batch_softmax_loss(
 def _of_candidates(name: str, x: jax.Array, count: int) -> jax.Array:
     """Returns `x`; raises unless it has one element for each candidate."""
     if x.shape != (count,):
-        want, found = f"[{count}], one for each candidate", f"shape {x.shape}"
-        raise ValueError(f"{name} must be {want}, got {found}.")
+        raise ValueError(
+            f"{name} must be [{count}], one for each candidate, got shape {x.shape}."
+        )
     return x

@@ -48,8 +48,8 @@ class NegativeSamples(NamedTuple):
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> sampler = sj.losses.NegativeSampler.uniform(100)
-      >>> found = sampler.sample(jax.random.key(0), 5, labels=jnp.array([7, 3]))
-      >>> jnp.exp(found.label_log_q)  # 5 draws among 100 ids
+      >>> sample = sampler.sample(jax.random.key(0), 5, labels=jnp.array([7, 3]))
+      >>> jnp.exp(sample.label_log_q)  # 5 draws among 100 ids
       Array([0.05, 0.05], dtype=float32)
     """
 
@@ -294,19 +294,19 @@ class NegativeSampler:
         """Draws ids of that shape, and counts the draws, `[*lead, 1]`."""
 
         def draw(state):
-            turn, found, tries = state
+            turn, ids, tries = state
             drawn = self._draw(jax.random.fold_in(key, turn), shape)
             if exclude is not None:
                 hits = jnp.any(drawn[..., None] == exclude[..., None, :], -1)
                 drawn = jnp.where(hits, _arguments.scalar(-1, drawn), drawn)
             if unique:
-                found, used = _keep_distinct(found, drawn)
-                return turn + 1, found, tries + used
-            return turn + 1, jnp.where(found < 0, drawn, found), tries
+                ids, used = _keep_distinct(ids, drawn)
+                return turn + 1, ids, tries + used
+            return turn + 1, jnp.where(ids < 0, drawn, ids), tries
 
         def is_short(state):
-            turn, found, _ = state
-            return (turn < _MAX_ROUNDS) & jnp.any(found < 0)
+            turn, ids, _ = state
+            return (turn < _MAX_ROUNDS) & jnp.any(ids < 0)
 
         none = jnp.full(shape, -1, _arguments.index_dtype(self.num_ids))
         tries = jnp.zeros((*shape[:-1], 1), jnp.float32)
@@ -378,21 +378,20 @@ def _draw_log_uniform(
     return jnp.minimum(number, num_ids) - 1
 
 
-def _keep_distinct(found: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keeps the first n distinct ids of `found` and `drawn`, and counts the draws used.
+def _keep_distinct(ids: jax.Array, drawn: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keeps the first n distinct ids of `ids` and `drawn`, and counts the draws used.
 
-    Both are `[..., n]`, and -1 stands for no id. `found` has distinct ids, then -1.
+    Both are `[..., n]`, and -1 stands for no id. `ids` are distinct, then -1.
     """
-    n = found.shape[-1]
-    both = jnp.concatenate([found, drawn], axis=-1)
+    n = ids.shape[-1]
+    both = jnp.concatenate([ids, drawn], axis=-1)
     order = jnp.argsort(both, axis=-1, stable=True)
     ascending = jnp.take_along_axis(both, order, axis=-1)
     is_first = (ascending[..., 1:] != ascending[..., :-1]) & (ascending[..., 1:] >= 0)
     is_first = jnp.concatenate([ascending[..., :1] >= 0, is_first], axis=-1)
     place = lax.broadcasted_iota(jnp.int32, both.shape, both.ndim - 1)
     # Positions of first occurrences, in the order of the draws, then 2 n.
-    left_over = jnp.where(is_first, order, 2 * n)
-    chosen = jnp.sort(left_over, axis=-1)[..., :n]
+    chosen = jnp.sort(jnp.where(is_first, order, 2 * n), axis=-1)[..., :n]
     kept = jnp.take_along_axis(both, jnp.minimum(chosen, 2 * n - 1), axis=-1)
     kept = jnp.where(chosen < 2 * n, kept, _arguments.scalar(-1, kept))
     used = (place >= n) & (place <= chosen[..., -1:]) & (both >= 0)
@@ -459,29 +458,34 @@ def _check_shape(shape: Any) -> tuple[int, ...]:
 def _check_counts(counts: Any) -> np.ndarray:
     """Returns `counts` as float64 `[V]`."""
     if isinstance(counts, Tracer):
-        fix = "Create the sampler outside of jit, and pass it as an argument."
-        shown = _arguments.show(counts)
-        raise TypeError(f"counts must be known on the host, got {shown}. {fix}")
-    want, fix = "an array of numbers [V], one per id", "See Vocabulary.counts(column)."
+        raise TypeError(
+            f"counts must be known on the host, got {_arguments.show(counts)}. Create "
+            "the sampler outside of jit, and pass it as an argument."
+        )
     try:
         array = np.asarray(counts, np.float64)
     except (TypeError, ValueError):
-        shown = _arguments.kind_of(counts)
-        raise TypeError(f"counts must be {want}, got {shown}. {fix}") from None
+        array = np.zeros(())
     if array.ndim != 1 or not array.size:
-        raise ValueError(f"counts must be {want}, got shape {array.shape}. {fix}")
+        raise (ValueError if _arguments.is_array(counts) else TypeError)(
+            "counts must be an array of numbers [V], one per id, got "
+            f"{_arguments.kind_of(counts)}. See Vocabulary.counts(column)."
+        )
     bad = ~((array >= 0) & (array < np.inf))
     if bad.any():
-        shown = f"{array[bad][0]} for id {np.argmax(bad)}"
-        raise ValueError(f"counts must be finite and 0 or more, got {shown}.")
+        raise ValueError(
+            f"counts must be finite and 0 or more, got {array[bad][0]} for id "
+            f"{np.argmax(bad)}."
+        )
     return array
 
 
 def _check_power(power: Any) -> float:
-    want, shown = "a finite number of 0 or more", _arguments.show(power)
-    fix = "0.75 is the power of word2vec; 1 keeps the frequencies of the data."
-    if not isinstance(power, (int, float, np.number)):
-        raise TypeError(f"power must be {want}, got {shown}. {fix}")
-    if not 0 <= power < np.inf:
-        raise ValueError(f"power must be {want}, got {shown}. {fix}")
+    is_number = isinstance(power, (int, float, np.number))
+    if not is_number or not 0 <= power < np.inf:
+        raise (ValueError if is_number else TypeError)(
+            "power must be a finite number of 0 or more, got "
+            f"{_arguments.show(power)}. 0.75 is the power of word2vec; 1 keeps the "
+            "frequencies of the data."
+        )
     return float(power)

@@ -166,9 +166,10 @@ class _Pairs:
         negative = _arguments.as_floats(negative, "negative_scores")
         lead = positive.shape
         if negative.shape != lead and negative.shape[:-1] != lead:
-            want = f"{lead}, as positive_scores, or have one more axis of negatives"
-            found = f"shape {negative.shape}"
-            raise ValueError(f"negative_scores must be {want}, got {found}.")
+            raise ValueError(
+                f"negative_scores must have the shape of positive_scores, {lead}, or "
+                f"one more axis of negatives, got shape {negative.shape}."
+            )
         where = _scores.as_mask(where, negative.shape)
         if negative.shape == lead:
             negative = negative[..., None]
@@ -181,7 +182,7 @@ class _Pairs:
 
     def scalar(self, name: str, x: Any) -> jax.Array:
         """Returns `x` as a scalar of the dtype of the scores."""
-        return _scores.as_scalar(x, name, self.negative.dtype)
+        return _arguments.as_scalar(x, name, self.negative.dtype)
 
     def mean(self, losses: jax.Array) -> jax.Array:
         """Averages over the negatives that count; 0 if there are none."""

@@ -30,20 +30,18 @@ def sampled_softmax_loss(
 
       loss = log(exp(s(y)) + sum_{c in S, c != y} exp(s(c))) - s(y)
 
-    This estimates the softmax cross-entropy over all V classes, but reads only n + 1
-    rows. The log-Q correction compensates for classes that are sampled often. With T
-    labels for an example, each has probability 1 / T: the second term is their mean.
+    This estimates the softmax cross-entropy over all V classes from n + 1 rows. Log-Q
+    corrects for classes that are sampled often. With T labels for an example, each has
+    probability 1 / T: the second term is their mean.
 
     Args:
       table: `[V, D]`, the vectors of all classes: an array, a SelectedRows of pulled
         rows, a QuantizedTable, or a ShardedTable of `sparsejax.parallel.shard_rows`.
       inputs: `[..., D]`, the model's output for each example.
       labels: ints `[...]` or `[..., T]`. A label out of range gives NaN.
-      negatives: from `NegativeSampler.sample(key, shape, labels)`, either `[n]` for all
-        examples or `[..., n]`. Or only ints, for no log-Q correction, which is correct
-        for a uniform sample. An id of -1 is skipped.
-      bias: `[V, 1]` or `[V]`. `[V, 1]` may have a sparse gradient, as other tables;
-        `[V]` has one only if `tables=` requires it.
+      negatives: from `NegativeSampler.sample(key, shape, labels)`, `[n]` for all
+        examples or `[..., n]`; -1 is skipped. Or only ints, for no log-Q correction.
+      bias: `[V, 1]`, or `[V]`, whose gradient is sparse only if `tables=` requires it.
       remove_accidental_hits: if True, a negative that equals a label of its example is
         skipped.
 
@@ -72,10 +70,10 @@ def sampled_softmax_loss(
       Jean et al., 2015, "On Using Very Large Target Vocabulary"; TensorFlow,
       `tf.nn.sampled_softmax_loss`.
     """
-    right, others, counts = _scores_of(
+    right, others, is_negative = _scores_of(
         table, inputs, labels, negatives, bias, remove_accidental_hits
     )
-    others = jnp.where(counts, others, -jnp.inf)
+    others = jnp.where(is_negative, others, -jnp.inf)
     log_sum = jax.nn.logsumexp(jnp.concatenate([right, others], axis=-1), axis=-1)
     return log_sum - jnp.mean(right, axis=-1)
 
@@ -124,12 +122,12 @@ def nce_loss(
       Gutmann and Hyvarinen, 2010, "Noise-contrastive estimation"; Mikolov et al., 2013,
       "Distributed Representations of Words and Phrases"; TensorFlow, `tf.nn.nce_loss`.
     """
-    right, others, counts = _scores_of(
+    right, others, is_negative = _scores_of(
         table, inputs, labels, negatives, bias, remove_accidental_hits
     )
     # softplus(s) - z s is the cross-entropy with a probability z.
     first = jnp.sum(jax.nn.softplus(right), axis=-1) - jnp.mean(right, axis=-1)
-    second = jnp.where(counts, jax.nn.softplus(others), 0)
+    second = jnp.where(is_negative, jax.nn.softplus(others), 0)
     return first + jnp.sum(second, axis=-1)
 
 
@@ -151,50 +149,54 @@ def _scores_of(
     table = _as_table(table, "table")
     inputs = _arguments.as_floats(inputs, "inputs")
     if table.ndim != 2 or inputs.ndim < 1 or inputs.shape[-1] != table.shape[1]:
-        found = f"shapes {table.shape} and {inputs.shape}"
-        raise ValueError(f"table must be [V, D] and inputs [..., D], got {found}.")
+        raise ValueError(
+            f"table must be [V, D] and inputs [..., D], got shapes {table.shape} and "
+            f"{inputs.shape}."
+        )
     height, lead = table.shape[0], inputs.shape[:-1]
     labels = _arguments.as_ids(labels, height, "labels")
-    several = labels.ndim == inputs.ndim
     if labels.shape[: len(lead)] != lead or labels.ndim > inputs.ndim:
-        want = f"{lead} for inputs {inputs.shape}, or have one more axis of labels"
-        found = f"shape {labels.shape}"
-        if labels.shape == table.shape[:1]:
-            found += ", as many as the table has rows: the table comes before inputs"
-        raise ValueError(f"labels must be {want}, got {found}.")
+        is_swapped = labels.shape == table.shape[:1]
+        raise ValueError(
+            f"labels must be {lead} for inputs {inputs.shape}, or have one more axis "
+            f"of labels, got shape {labels.shape}."
+            f"{' The table comes before inputs.' * is_swapped}"
+        )
     ids, log_q, label_log_q = _parts_of(negatives, labels)
     ids = _arguments.as_ids(ids, height, "negatives")
     if ids.ndim != 1 and ids.shape[:-1] != lead:
-        want = f"[n], or [..., n] with the axes {lead} of the examples"
-        raise ValueError(f"negatives must be {want}, got shape {ids.shape}.")
-    if not several:
+        raise ValueError(
+            f"negatives must be [n], or [..., n] with the axes {lead} of the examples, "
+            f"got shape {ids.shape}."
+        )
+    if labels.ndim < inputs.ndim:
         labels = labels[..., None]
 
     # The gradients of the two reads become one SelectedRows.
     right = arithmetic.einsum("...d,...td->...t", inputs, lookup.lookup(table, labels))
     # If all examples share the negatives, their scores are one matrix product.
     subscripts = "...d,nd->...n" if ids.ndim == 1 else "...d,...nd->...n"
-    others = arithmetic.einsum(
-        subscripts, inputs, lookup.lookup(table, ids, padding_id=-1)
-    )
+    negative_rows = lookup.lookup(table, ids, padding_id=-1)
+    others = arithmetic.einsum(subscripts, inputs, negative_rows)
+    like = lambda x: jnp.broadcast_to(x, others.shape)
     if bias is not None:
-        bias = _check_bias(bias, height)
+        bias = _as_table(bias, "bias")
+        if bias.shape not in ((height,), (height, 1)):
+            raise ValueError(
+                f"bias must be [V, 1] or [V] with the V = {height} rows of table, got "
+                f"shape {bias.shape}."
+            )
         flat = lambda x, ids: x.reshape(ids.shape).astype(right.dtype)
         right += flat(lookup.lookup(bias, labels), labels)
-        others += _like(flat(lookup.lookup(bias, ids, padding_id=-1), ids), others)
+        others += like(flat(lookup.lookup(bias, ids, padding_id=-1), ids))
     if log_q is not None:
         right -= label_log_q.astype(right.dtype).reshape(right.shape)
-        others -= _like(log_q.astype(others.dtype), others)
-    counts = _like(ids != -1, others)
+        others -= like(log_q.astype(others.dtype))
+    is_negative = like(ids != -1)
     if _arguments.check_bool("remove_accidental_hits", remove_accidental_hits):
-        hits = labels[..., :, None] == _like(ids, others)[..., None, :]
-        counts &= ~jnp.any(hits, axis=-2)
-    return right, others, counts
-
-
-def _like(x: jax.Array, others: jax.Array) -> jax.Array:
-    """Broadcasts `x`, `[n]` or `[..., n]`, to the shape of `others`."""
-    return jnp.broadcast_to(x, others.shape)
+        hits = labels[..., :, None] == like(ids)[..., None, :]
+        is_negative &= ~jnp.any(hits, axis=-2)
+    return right, others, is_negative
 
 
 def _as_table(table: Any, name: str) -> Table:
@@ -204,20 +206,13 @@ def _as_table(table: Any, name: str) -> Table:
     return table
 
 
-def _check_bias(bias: Any, height: int) -> Any:
-    bias = _as_table(bias, "bias")
-    if bias.shape not in ((height,), (height, 1)):
-        want = f"[V, 1] or [V] with the V = {height} rows of table"
-        raise ValueError(f"bias must be {want}, got shape {bias.shape}.")
-    return bias
-
-
 def _parts_of(negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
     """Returns the ids of `negatives`, their log-Q, and the labels' log-Q, or None."""
     if isinstance(negatives, NegativeSampler):
-        fix = "Call sampler.sample(key, n, labels) in the step."
-        found = "the NegativeSampler itself"
-        raise TypeError(f"negatives must be sampled ids, got {found}. {fix}")
+        raise TypeError(
+            "negatives must be sampled ids, got the NegativeSampler itself. Call "
+            "sampler.sample(key, n, labels) in the step."
+        )
     if not isinstance(negatives, NegativeSamples):
         return negatives, None, None
     ids, log_q, label_log_q = negatives

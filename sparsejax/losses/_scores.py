@@ -1,10 +1,9 @@
-"""Helpers of several losses: scalars, masks, and products of vectors."""
+"""The mask of several losses."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from sparsejax import _arguments
 
@@ -15,8 +14,7 @@ def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
         return None
     where = _arguments.to_array(where, "where", "an array of booleans")
     if where.dtype != jnp.bool_:
-        found = f"{where.dtype} of shape {where.shape}"
-        raise TypeError(f"where must be booleans, got {found}.")
+        raise TypeError(f"where must be booleans, got {_arguments.kind_of(where)}.")
     try:
         return jnp.broadcast_to(where, shape)
     except ValueError:
@@ -24,14 +22,3 @@ def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
             f"where must broadcast to {shape}, a boolean for each negative, got shape "
             f"{where.shape}."
         ) from None
-
-
-def as_scalar(x: Any, name: str, dtype: Any) -> jax.Array:
-    """Returns `x`, a number or a scalar array, as a scalar of `dtype`."""
-    array = jnp.asarray(x) if isinstance(x, (int, float, np.number)) else x
-    array, want = _arguments.as_array(array), "a number or a scalar array"
-    if not isinstance(array, jax.Array):
-        raise TypeError(f"{name} must be {want}, got {_arguments.show(x)}.")
-    if array.ndim:
-        raise ValueError(f"{name} must be {want}, got {_arguments.show(x)}.")
-    return array.astype(dtype)

@@ -537,7 +537,7 @@ def _check_rows(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:  # NumPy would broadcast a row that is too short
         raise ValueError(
             "sparsejax.parallel.shard_rows: the function must return one row per id, "
-            f"{expected}, got shape {shape}."
+            f"{expected} for {expected[0]} ids, got shape {shape}."
         )
 
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
-from sparsejax._lookup.top_k import Search
+from sparsejax._lookup.top_k import as_search, results, search_rows
 from sparsejax._mesh import replicate
 from sparsejax._segments import SegmentTensor
 from sparsejax.parallel._read import check_table, owners_of, put_on_mesh
@@ -80,7 +80,7 @@ def top_k(
         )
     if sharded_bias is not None:
         _check_bias(table, sharded_bias)
-    search = Search(table.shape, queries, k, score, None, exclude, precision)
+    search = as_search(table.shape, queries, k, score, exclude, precision)
 
     owners, shards = owners_of(table), table.num_shards
     per_shard = table.rows_per_shard
@@ -102,7 +102,8 @@ def top_k(
         pairs = (rest[0], rest[1] - begin.astype(rest[1].dtype)) if rest else None
         # Padding rows are the last ones of a shard.
         count = layout.filled(shard, table.height, shards)
-        scores, rows = search.in_rows(queries, values, bias, pairs, chunk_size, count)
+        mine = search._replace(queries=queries, pairs=pairs)
+        scores, rows = search_rows(mine, values, bias, chunk_size, count)
         positions = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
         return scores[None], positions[None]
 
@@ -114,7 +115,7 @@ def top_k(
     # As `lax.top_k` sorts: NaN first, and then by score.
     keys = (~jnp.isnan(scores), -scores, ids, scores)
     *_, ids, scores = lax.sort(keys, dimension=1, num_keys=3)
-    return search.results(scores[:, : search.k], ids[:, : search.k])
+    return results(search, scores[:, : search.k], ids[:, : search.k])
 
 
 def _check_bias(table: ShardedTable, bias: ShardedTable) -> None:

@@ -402,7 +402,9 @@ class Record:
                 f"{path} is a file of export_changes, not of save. Call apply_changes."
             )
         if not self.header["since"] <= self.header["version"] < _MAX_VERSION:
-            raise ValueError(f"{path} is damaged: its versions are out of order.")
+            raise ValueError(
+                f"{path} is damaged: its versions are out of order. Use another copy."
+            )
         for name, there in saved.items():
             spec = self.tables[name].spec
             fields = ["shape", "dtype", "keyed"]

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows, with_leaves
+from sparsejax._rows import SelectedRows, is_quantized, is_selected_rows, with_slots
 from sparsejax.transform.interpreter import DenseUse, Site
 
 
@@ -216,7 +216,7 @@ def trace_call(
 
     def loss_and_aux(inputs, shapes):
         values = [
-            with_leaves(leaf.value, *inputs[leaf.position - 1 :][:2])
+            with_slots(leaf.value, *inputs[leaf.position - 1 :][:2])
             if isinstance(leaf.value, SelectedRows)
             else inputs[leaf.position]
             for leaf in leaves

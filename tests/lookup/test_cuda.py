@@ -60,15 +60,15 @@ def test_coalesces_as_elsewhere(n, capacity):
     @jax.jit
     def run(g):
         rows = g.safe_rows()
-        found = merge_cuda.coalesce(rows, g.values, **options)
-        plans = [m.merge_plan(rows, **options) for m in (merge_cuda, merge)]
-        return g.coalesce(capacity, return_overflow=True), found, plans
+        on_cuda = merge_cuda.merge(rows, g.values, **options)
+        plan = merge.merge_plan(rows, **options)
+        return g.coalesce(capacity, return_overflow=True), plan, on_cuda
 
-    (want, overflow), (rows, values, count), plans = run(g)
-    np.testing.assert_array_equal(rows, want.rows)
-    np.testing.assert_allclose(values, want.values, rtol=1e-5, atol=1e-6)
+    (expected, overflow), plan, (rows, slot, values, count) = run(g)
+    chex.assert_trees_all_equal(plan, (rows, slot, count))
+    np.testing.assert_array_equal(rows, expected.rows)
+    np.testing.assert_allclose(values, expected.values, rtol=1e-5, atol=1e-6)
     assert count - min(capacity, int(count)) == overflow
-    chex.assert_trees_all_equal(*plans)
 
 
 def test_a_sum_that_is_not_finite_stays_in_its_run():

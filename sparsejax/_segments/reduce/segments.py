@@ -331,8 +331,8 @@ def check_arguments(
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
     if isinstance(data, SegmentTensor):
         # `mode` has no effect: empty elements of a SegmentTensor always drop.
-        given = {"segment_ids": segment_ids, "num_segments": num_segments}
-        for other, value in given.items():
+        others = {"segment_ids": segment_ids, "num_segments": num_segments}
+        for other, value in others.items():
             if value is not None:
                 raise ValueError(
                     f"{name} is a SegmentTensor, which has its own segments. Omit "
