@@ -100,8 +100,6 @@ def reset_rows(
     for i, x in ids.items():
         shape, dtype = (x.size, *leaves[i].shape[1:]), leaves[i].dtype
         fresh[i] = _fresh(i, shape, dtype, embedding_init, key)
-    # Tables of the new rows alone. The others' state from this `init` is not used.
-    small = [fresh.get(i, leaf) for i, leaf in enumerate(leaves)]
     specs = tuple(map(trees.to_spec, leaves))
     init = lambda params: _map_accumulators(_without_buffers, tx.init(params))
     follows = state_leaves.find(init, treedef, specs, tuple(ids))
@@ -111,43 +109,35 @@ def reset_rows(
             f"because {why}. Use another optimizer for this table, through "
             "optax.partition."
         )
+    bare = _map_accumulators(_without_buffers, state)
     heights = {i: leaves[i].shape[:1] for i in ids}
-    zeroed_sums = []
-
-    def take(node):
-        buffers = held_gradients(node, leaves, treedef)
-        for i, x in ids.items():
-            if not trees.is_none_or_masked(buffers[i]):
-                buffers[i] = _zeroed(buffers[i], x)
-        zeroed = with_held_gradients(node, buffers, treedef)
-        zeroed_sums.append((zeroed.acc_grads, zeroed.acc_rows))
-        return _without_buffers(node)
-
-    state = _map_accumulators(take, state)
-    checks.check_state_rows(state, follows.owners, heights)
-    new = init(treedef.unflatten(small))
-    if jax.tree.structure(new) != jax.tree.structure(state):
+    checks.check_state_rows(bare, follows.owners, heights)
+    # Tables of the new rows alone. The others' state from this `init` is not used.
+    new = init(treedef.unflatten(fresh.get(i, x) for i, x in enumerate(leaves)))
+    nodes, state_treedef = jax.tree.flatten(bare)
+    if jax.tree.structure(new) != state_treedef:
         raise ValueError(
             "the structure of the state depends on the number of rows. In "
             "place of a function that decides by shape, pass the tree that it returns: "
             "mask=mask_fn(params)."
         )
-    new = _at_this_step(new, state)
-    nodes, state_treedef = jax.tree.flatten(state)
-    for k, (owner, value) in enumerate(zip(follows.owners, jax.tree.leaves(new))):
+    new = jax.tree.leaves(_at_this_step(new, bare))
+    for k, owner in enumerate(follows.owners):
         if owner is not None:
-            nodes[k] = _write(nodes[k], ids[owner], value)
-    kept = iter(zeroed_sums)
+            nodes[k] = _write(nodes[k], ids[owner], new[k])
 
-    def put_back(node):
-        grads, rows = next(kept)
-        return node._replace(acc_grads=grads, acc_rows=rows)
+    def with_buffers(_, node):
+        buffers = held_gradients(node, leaves, treedef)
+        for i, x in ids.items():
+            if not trees.is_none_or_masked(buffers[i]):
+                buffers[i] = _zeroed(buffers[i], x)
+        return with_held_gradients(node, buffers, treedef)
 
-    state = _map_accumulators(put_back, state_treedef.unflatten(nodes))
-    weights = [
-        _write(x, ids[i], fresh[i]) if i in ids else x for i, x in enumerate(leaves)
-    ]
-    return trees.in_structure_of(given, (treedef.unflatten(weights), state))
+    bare = state_treedef.unflatten(nodes)
+    state = _map_accumulators(with_buffers, bare, state)
+    for i, x in ids.items():
+        leaves[i] = _write(leaves[i], x, fresh[i])
+    return trees.in_structure_of(given, (treedef.unflatten(leaves), state))
 
 
 # ------------------------------------------------------------------ private
@@ -185,18 +175,20 @@ def _write(table: Any, ids: jax.Array, values: jax.Array) -> jax.Array:
     return indexing.set_rows(table, ids, values.astype(table.dtype))
 
 
-def _map_accumulators(change: Callable, state: Any) -> Any:
-    """Returns `state` with `change(node)` for each state of `accumulate` in it."""
+def _map_accumulators(change: Callable, state: Any, *others: Any) -> Any:
+    """Returns `change(*nodes)` in place of each state of `accumulate` in `state`.
+
+    The states inside of it are those of `state`, changed in the same way.
+    """
     is_ours = lambda x: isinstance(x, AccumulateState)
 
-    def visit(node):
-        if not is_ours(node):
-            return node
-        node = change(node)
-        inner = _map_accumulators(change, node.inner_opt_state)
-        return node._replace(inner_opt_state=inner)
+    def visit(*nodes):
+        if not is_ours(nodes[0]):
+            return nodes[0]
+        inner = _map_accumulators(change, *(node.inner_opt_state for node in nodes))
+        return change(*nodes)._replace(inner_opt_state=inner)
 
-    return jax.tree.map(visit, state, is_leaf=is_ours)
+    return jax.tree.map(visit, state, *others, is_leaf=is_ours)
 
 
 def _without_buffers(node: AccumulateState) -> AccumulateState:
@@ -206,24 +198,24 @@ def _without_buffers(node: AccumulateState) -> AccumulateState:
 
 def _at_this_step(new: Any, state: Any) -> Any:
     """Returns `new`, the state of `tx.init`, for rows that missed no step up to now."""
-    kinds = WeightDecayState, ExactState, TrackChangesState
-    is_dated = lambda x: isinstance(x, kinds)
-    nodes, treedef = jax.tree.flatten(new, is_leaf=is_dated)
-    for k, (node, now) in enumerate(zip(nodes, treedef.flatten_up_to(state))):
+
+    def date(node, now):
         if isinstance(node, WeightDecayState):
-            date = lambda x, now=now: jnp.broadcast_to(now.log_decay, x.shape)
-            nodes[k] = node._replace(decayed=jax.tree.map(date, node.decayed))
-        elif isinstance(node, ExactState):
+            dated = lambda x: jnp.broadcast_to(now.log_decay, x.shape)
+            return node._replace(decayed=jax.tree.map(dated, node.decayed))
+        if isinstance(node, ExactState):
             records = (
                 catch_up.records_at(now.step, x.shape[0], then)
                 for x, then in zip(node.last_updates, now.now)
             )
-            nodes[k] = node._replace(last_updates=tuple(records))
-        elif isinstance(node, TrackChangesState):
+            return node._replace(last_updates=tuple(records))
+        if isinstance(node, TrackChangesState):
             inner = _at_this_step(node.inner_state, now.inner_state)
-            changed = jax.tree.map(jnp.ones_like, node.changed)
-            nodes[k] = TrackChangesState(inner, changed)
-    return treedef.unflatten(nodes)
+            return TrackChangesState(inner, jax.tree.map(jnp.ones_like, node.changed))
+        return node
+
+    kinds = WeightDecayState, ExactState, TrackChangesState
+    return jax.tree.map(date, new, state, is_leaf=lambda x: isinstance(x, kinds))
 
 
 def _zeroed(held: Any, ids: jax.Array) -> Any:

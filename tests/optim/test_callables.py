@@ -388,7 +388,7 @@ UNCHECKED = functools.partial(lazy, check=False)
 def test_hidden_rules_are_refused(name, lift):
     message = "depends on the number of rows"
     for jit in (True, False):
-        with pytest.raises(ValueError, match=f"sparsejax.optim.*{message}"):
+        with pytest.raises(ValueError, match=message):
             _train(lift(HIDDEN[name]()), _grads(), jit, steps=1)
 
 

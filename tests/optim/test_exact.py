@@ -504,7 +504,7 @@ REFUSED = {
     ),
     "apply_if_finite": (
         lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
-        "apply_if_finite: it combines rows that move",
+        "apply_if_finite: .*depends on gradients",
     ),
     "no_eps": (lambda: optax.adam(0.1, eps=0.0), "eps must not be 0"),
     "too_slow": (lambda: optax.sgd(0.1, momentum=0.9999), "too slowly"),
@@ -537,6 +537,24 @@ def test_what_is_wrong_is_said():
         lazy.update(gradient([3]), state, params)
     with pytest.raises(TypeError, match="restore into tx.init"):
         MOMENTUM.update(gradient([3]), lazy.init(params), params)
+
+
+RATES = {
+    "numbers": lambda x: jnp.asarray(x),
+    "schedules": lambda x: lambda count: jnp.array([x, 2 * x])[count % 2],
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_tables_whose_programs_differ_in_a_constant(name):
+    momentum = lambda x: optax.sgd(RATES[name](x), momentum=0.5)
+    params = {"a": jnp.zeros((9, 1)), "b": jnp.zeros((9, 1))}
+    both = optax.partition(
+        {"a": momentum(0.1), "b": momentum(0.3)}, {"a": "a", "b": "b"}
+    )
+    for now, x in zip(exact(both).init(params).now, (0.1, 0.3)):
+        expected = exact(momentum(x)).init(params["a"]).now[0]
+        np.testing.assert_allclose(now, expected, rtol=1e-6)
 
 
 # ------------------------------------------------------------------ the cost

@@ -433,7 +433,7 @@ def test_a_whole_model():
         whole, trained = call(model, eqx.state), call(eqx.params, eqx.state)
         assert whole.activation is model.activation
         assert_trees_close(eqx.eqx.filter(whole, eqx.eqx.is_array), trained)
-        with pytest.raises(ValueError, match=r"has a Model for a State\. .*nnx\.state"):
+        with pytest.raises(ValueError, match="nnx.state"):
             call(nnx.model, nnx.state)
 
 

@@ -42,7 +42,9 @@ def test_the_page_is_what_is_found(section):
 def test_the_page_of_optimizers_agrees():
     short = optax_table.SHORT.read_text()
     shown = re.findall(r"^\| (`.*`) \| (\*\*\w+\*\*|as what .*?) \|", short, re.M)
-    named = [(f"optax.{x}", kind) for cell, kind in shown for x in cell.split("`")[1::2]]
+    named = [
+        (f"optax.{x}", kind) for cell, kind in shown for x in cell.split("`")[1::2]
+    ]
     assert len(named) > 40
     for name, kind in named:
         assert IN_PAGE[name].startswith(kind.replace("they hold", "it holds")), name

@@ -162,23 +162,16 @@ def record_update_of_all(table: Table, now: jax.Array, step: jax.Array) -> Table
 
 
 def catch_up_all(table: Table, step: jax.Array) -> Table:
-    """Brings all weights and all moments to `step`, but keeps their records.
+    """Brings all rows to `step`, at no cost if they are up to date already.
 
     Rows that are up to date keep their bits.
     """
-    records = _unpack(table.records)
-    weights = _advance(table, table.weights, table.moments, records, step)
-    moments = _decay(table.recurrence, table.moments, step - records.moments_step)
-    return table._replace(weights=weights, moments=moments)
-
-
-def catch_up_all_if_stale(table: Table, step: jax.Array) -> Table:
-    """Brings all rows to `step`, at no cost if they are up to date already."""
 
     def catch_up(weights, moments, records):
-        new = table._replace(weights=weights, moments=moments, records=records)
-        new = record_update_of_all(catch_up_all(new, step), table.now, step)
-        return new.weights, new.moments, new.records
+        new = _advance(table, weights, moments, _unpack(records), step)
+        missed = step - _unpack(records).moments_step
+        moments = _decay(table.recurrence, moments, missed)
+        return new, moments, records_at(step, records.shape[0], table.now)
 
     records = _unpack(table.records)
     steps = jnp.minimum(records.weights_step, records.moments_step)

@@ -77,45 +77,36 @@ class Recurrence(NamedTuple):
     """The recurrence of a zero-gradient step of one table, see above.
 
     Args:
-      leaves: indices of the optimizer state leaves that follow the table.
+      step: the step; it has the moments by number.
+      leaves: indices of the optimizer state leaves that are the moments.
       ratios: b, the factor by which such a step multiplies each of them.
-      first_moments: positions in `leaves` of the moments that move the weights.
-      second_moment: position in `leaves` of the one whose root divides, or None.
-      decays: True if there is decoupled weight decay.
       horizon: K, the number of terms of F.
       nodes: n, the number of interpolation nodes.
-      bound: upper bound of the relative interpolation error of F.
     """
 
+    step: ZeroGradientStep
     leaves: tuple[int, ...]
     ratios: tuple[float, ...]
-    first_moments: tuple[int, ...] = ()
-    second_moment: int | None = None
-    decays: bool = False
     horizon: int = 1
     nodes: int = 1
-    bound: float = 0.0
 
     @property
     def num_coefficients(self) -> int:
         """Returns the length of `displacement_coefficients`."""
-        has_sigma = self.second_moment is not None
-        return 3 * self.decays + has_sigma + len(self.first_moments) * self.nodes
+        step = self.step
+        has_sigma = step.second_moment is not None
+        return 3 * step.decays + has_sigma + len(step.first_moments) * self.nodes
 
 
 # ------------------------------------------------------------------ F of a step
 
 
 def displacement_coefficients(
-    step: ZeroGradientStep,
-    recurrence: Recurrence,
-    shared: Sequence[Any],
-    previous: Any,
+    recurrence: Recurrence, shared: Sequence[Any], previous: Any
 ) -> jax.Array:
     """Returns F_t of a table, as a vector.
 
     Args:
-      step: a step without a gradient of the table.
       recurrence: of the table.
       shared: the leaves `step.shared` of the optimizer's state, after step t.
       previous: the vector of step t - 1. The sum of log(1 - d) continues from there;
@@ -126,29 +117,26 @@ def displacement_coefficients(
       t as two floats, and the next term. With a second moment: sigma. Then for each
       first moment the coefficients of F (y + sigma), a polynomial in 2 u - 1.
     """
+    step = recurrence.step
     if not recurrence.num_coefficients:
         return jnp.zeros(0, step.dtype)
-    powers = _powers_of_ratios(recurrence, step.dtype)
+    powers = powers_of_ratios(recurrence).astype(step.dtype)
     nodes = roots = _chebyshev_nodes(recurrence)
     sigma = None
-    if recurrence.second_moment is not None:
-        _, factors = next_steps(step, recurrence, shared, np.array([0.0, LARGE]))
+    if step.second_moment is not None:
+        _, factors = next_steps(recurrence, shared, np.array([0.0, LARGE]))
         at_zero, at_large = factors[..., 0].T
         far = powers[0] @ at_large * np.asarray(LARGE, at_large.dtype)
         near = powers[0] @ at_zero
         # At a learning rate of zero nothing moves, and any sigma is right.
-        still = near == 0
-        sigma = jnp.where(still, jnp.ones_like(far), far) / jnp.where(
-            still, jnp.ones_like(near), near
-        )
+        sigma = jnp.where(near == 0, jnp.ones_like(far), base.divide(far, near))
         roots = sigma * np.asarray(nodes / (1 - nodes), sigma.dtype)
-    decay, factors = next_steps(step, recurrence, shared, roots)
+    decay, factors = next_steps(recurrence, shared, roots)
     parts: list[Any] = [jnp.zeros(0, step.dtype)]
-    if recurrence.decays:
+    if step.decays:
         log_decay = jnp.log1p(-decay)
         parts.append(_add_log(log_decay[0], previous))
-        growth = jnp.exp(-jnp.cumsum(log_decay))
-        powers = [power * growth for power in powers]
+        powers = powers * jnp.exp(-jnp.cumsum(log_decay))
     if sigma is not None:
         parts.append(sigma.reshape(1))
     for k, power in enumerate(powers):
@@ -161,30 +149,31 @@ def displacement_coefficients(
 
 
 def next_steps(
-    step: ZeroGradientStep, recurrence: Recurrence, shared: Sequence[Any], roots: Any
+    recurrence: Recurrence, shared: Sequence[Any], roots: Any, start: Any = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Returns d `[K]` of the next K steps, and c `[K, n, first moments]`.
 
     Args:
-      step, recurrence, shared: as for `displacement_coefficients`.
-      roots: `[n]`, square roots of the second moment now.
+      recurrence, shared: as for `displacement_coefficients`.
+      roots: `[n]`, square roots of the second moment before the first of them.
+      start: the number of steps from `shared` to the first of them.
     """
+    step = recurrence.step
     ahead = np.arange(recurrence.horizon, dtype=np.int32)
     second = jnp.square(jnp.asarray(roots, step.dtype))
-    if recurrence.second_moment is not None:
-        fall = recurrence.ratios[recurrence.second_moment] ** ahead.reshape(-1, 1)
+    if step.second_moment is not None:
+        fall = recurrence.ratios[step.second_moment] ** ahead.reshape(-1, 1)
         second *= np.asarray(fall, step.dtype)
     second = jnp.broadcast_to(second, (len(ahead), len(roots)))
     one = lambda ahead, second: step(shared, ahead, second)[:2]
-    decay, factors = jax.vmap(jax.vmap(one, (None, 0)))(ahead, second)
+    decay, factors = jax.vmap(jax.vmap(one, (None, 0)))(start + ahead, second)
     return decay[:, 0], factors
 
 
-def _powers_of_ratios(recurrence: Recurrence, dtype: Any) -> list[Any]:
-    """Returns b_m^(j-1) of each first moment, j = 1, ..., K."""
-    j = np.arange(recurrence.horizon, dtype=np.float64)
-    ratios = [recurrence.ratios[k] for k in recurrence.first_moments]
-    return [np.asarray(ratio**j, dtype) for ratio in ratios]
+def powers_of_ratios(recurrence: Recurrence) -> np.ndarray:
+    """Returns b_m^(j-1), j = 1, ..., K, `[first moments, K]`."""
+    ratios = [recurrence.ratios[k] for k in recurrence.step.first_moments]
+    return np.reshape(ratios, (-1, 1)) ** np.arange(recurrence.horizon)
 
 
 def _add_log(next_term: jax.Array, previous: jax.Array | None) -> jax.Array:
@@ -201,7 +190,7 @@ def _add_log(next_term: jax.Array, previous: jax.Array | None) -> jax.Array:
 
 def _chebyshev_nodes(recurrence: Recurrence) -> np.ndarray:
     """Returns values of u in (0, 1); a single one if F does not depend on v."""
-    if recurrence.second_moment is None:
+    if recurrence.step.second_moment is None:
         return np.ones(1)
     k = np.arange(recurrence.nodes)
     return (1 + np.cos(np.pi * (k + 0.5) / recurrence.nodes)) / 2
@@ -268,7 +257,7 @@ def advance(
     from_s = displacement(recurrence, moments, age, then.T, dtype)
     from_t = displacement(recurrence, moments, age + missed, now.reshape(-1, 1), dtype)
     new = weights.astype(dtype) - from_s
-    if recurrence.decays:
+    if recurrence.step.decays:
         log_decay = now[:2].reshape(1, 2) - then[:, :2]
         new *= base.per_row(jnp.exp(log_decay[:, 0] + log_decay[:, 1]), new)
     new = (new + from_t).astype(weights.dtype)
@@ -283,27 +272,25 @@ def displacement(
     dtype: Any,
 ) -> jax.Array:
     """Returns F(v) m of each coordinate, `age` steps after moments were stored."""
-    total = jnp.zeros((), dtype)
-    at = 3 * recurrence.decays
-    if recurrence.second_moment is not None:
-        v = moments[recurrence.second_moment].astype(dtype)
-        ratio = recurrence.ratios[recurrence.second_moment]
+    step = recurrence.step
+    total, inverse, x = jnp.zeros((), dtype), None, None
+    at = 3 * step.decays
+    if step.second_moment is not None:
+        v = moments[step.second_moment].astype(dtype)
+        ratio = recurrence.ratios[step.second_moment]
         y = decayed(jnp.sqrt(v), ratio, age, 0.5)
         inverse = 1 / (y + base.per_row(coefficients[at], y))
         x = 2 * (y * inverse) - 1
         at += 1
-    for k in recurrence.first_moments:
+    for k in step.first_moments:
         m = decayed(moments[k].astype(dtype), recurrence.ratios[k], age)
         series = [
             base.per_row(coefficients[at + c], m) for c in range(recurrence.nodes)
         ]
-        if recurrence.second_moment is not None:
-            polynomial = series[-1]
-            for c in reversed(series[:-1]):  # Horner's rule
-                polynomial = polynomial * x + c
-            m *= polynomial * inverse
-        else:
-            m *= series[0]
+        polynomial = series[-1]
+        for c in reversed(series[:-1]):  # Horner's rule
+            polynomial = polynomial * x + c
+        m *= polynomial if inverse is None else polynomial * inverse
         total, at = total + m, at + recurrence.nodes
     return total
 

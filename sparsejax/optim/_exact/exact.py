@@ -30,12 +30,10 @@ from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up as _catch_up
-from sparsejax.optim._exact.catch_up import CurrentRows, Table
+from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, not_exact, planner
 from sparsejax.optim._lazy import gather_scatter, separability, state_sharding
-
-
-CALL = "sparsejax.optim.exact"
+from sparsejax.optim._lazy.step import Step
 
 
 class ExactState(NamedTuple):
@@ -62,7 +60,7 @@ class ExactState(NamedTuple):
 
 
 separability.NOT_LIFTED[ExactState] = (
-    CALL,
+    "sparsejax.optim.exact",
     "it accepts SelectedRows itself, and its rows must be caught up before they are "
     "read, which neither lazy nor a store does; use exact(tx) alone, with its catch_up "
     "and flush",
@@ -153,7 +151,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             if i not in tables:
                 continue  # its gradients are dense, so it is never behind
             if ids_of_leaf is ...:
-                tables[i] = _catch_up.catch_up_all_if_stale(tables[i], state.step)
+                tables[i] = _catch_up.catch_up_all(tables[i], state.step)
                 continue
             height = leaves[i].shape[0]
             rows = _arguments.as_ids(ids_of_leaf, height).reshape(-1)
@@ -163,52 +161,61 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         return trees.in_structure_of(given, new)
 
     def update(updates, state, params=None, **extra_args):
-        grads, treedef, weights, plan = _arguments_of_update(updates, params, plan_of)
+        checks.require_params(params, "it moves weights without a gradient")
+        state_sharding.check_not_sharded(updates)
+        args = Step.of(updates, state, params)
+        if not args.tables:
+            checks.check_order(params)
+        weights, treedef, plan = plan_of(args.treedef.unflatten(args.weights))
         tables, step = _tables(plan, weights, state), state.step
-        sparse = _merged(updates, grads, tables, plan, state)
-        reason = separability.difference_of_rows(
-            tx,
-            treedef,
-            tuple(map(trees.to_spec, weights)),
-            tuple(sparse),
-            tuple(rows.capacity for rows in sparse.values()),
-        )
+        merged = {i: _merged(args, i, tables, plan) for i in args.tables}
+        num_rows = tuple(rows.capacity for rows in merged.values())
+        reason = separability.difference_of_rows(tx, *args.key, num_rows)
         if reason is not None:
             raise not_exact("this optimizer", reason)
 
         # A dense gradient updates all rows of its table, so all are caught up.
         corrections: dict[int, Any] = {}
         for i, table in tables.items():
-            if i not in sparse and not trees.is_none_or_masked(grads[i]):
-                tables[i] = _catch_up.catch_up_all_if_stale(table, step)
+            if i not in merged and not trees.is_none_or_masked(args.grads[i]):
+                tables[i] = _catch_up.catch_up_all(table, step)
                 corrections[i] = tables[i].weights - table.weights
         dense = tuple(corrections)
         params, state = _with_tables(treedef, weights, state, tables)
         weights = treedef.flatten_up_to(params)
 
         # The other tables have only the rows of the gradient.
-        owners = [owner if owner in sparse else None for owner in plan.owners]
-        rows = gather_scatter.gather(
-            tx.init, treedef, grads, weights, state.inner, owners, sparse
+        owners = [owner if owner in merged else None for owner in plan.owners]
+        grads, inner, weights = gather_scatter.gather(
+            tx.init, treedef, args.grads, weights, state.inner, owners, merged
         )
-        rows, caught_up = _caught_up(tables, sparse, rows, treedef, step)
-        corrections |= {
-            i: current.correction
-            for i, current in caught_up.items()
-            if current.correction is not None
-        }
-        updates, new = optax.with_extra_args_support(tx).update(*rows, **extra_args)
+        inner, inner_treedef = jax.tree.flatten(inner)
+        weights, caught_up = treedef.flatten_up_to(weights), {}
+        for i, rows in merged.items():
+            leaves = tables[i].recurrence.leaves
+            stored = [inner[k] for k in leaves]
+            current = _catch_up.current_rows(tables[i], stored, rows, step)
+            caught_up[i] = current
+            for k, moment in zip(leaves, current.moments):
+                inner[k] = moment
+            if current.correction is not None:
+                corrections[i] = current.correction
+                weights[i] = _add(weights[i], current.correction)
+        inner, weights = inner_treedef.unflatten(inner), treedef.unflatten(weights)
+
+        update = optax.with_extra_args_support(tx).update
+        updates, new = update(grads, inner, weights, **extra_args)
         updates = treedef.flatten_up_to(updates)
         for i, correction in corrections.items():
             updates[i] = _add(updates[i], correction)
-        for i, rows in sparse.items():
-            updates[i] = gather_scatter.as_update(rows, updates[i], grads[i])
-        new = gather_scatter.scatter_state(state.inner, new, owners, sparse)
+        for i, rows in merged.items():
+            updates[i] = gather_scatter.as_update(rows, updates[i], args.grads[i])
+        new = gather_scatter.scatter_state(state.inner, new, owners, merged)
 
         for (i, table), now in zip(tables.items(), plan.displacement(new, state.now)):
-            if i in sparse:
+            if i in merged:
                 tables[i] = _catch_up.record_update(
-                    table, sparse[i], caught_up[i].weights_steps, now, step + 1
+                    table, merged[i], caught_up[i].weights_steps, now, step + 1
                 )
             elif i in dense:
                 tables[i] = _catch_up.record_update_of_all(table, now, step + 1)
@@ -240,84 +247,28 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     return Exact(init, update, catch_up, flush)
 
 
-# ------------------------------------------------------------------ one update
-
-
-def _arguments_of_update(
-    updates: Any, params: Any, plan_of: Callable
-) -> tuple[list[Any], Any, list[Any], Plan]:
-    """Returns gradients, structure, weights and plan; raises if they do not fit."""
-    if params is None:
+def _merged(args: Step, i: int, tables: dict[int, Table], plan: Plan) -> SelectedRows:
+    """Returns the gradient of a table without duplicates; raises if it is refused."""
+    where, grad = args.path(i), args.grads[i]
+    if i not in tables:
+        raise plan.refusal(i, where)
+    if grad.stack:
         raise ValueError(
-            f"{CALL}: update needs the parameters: tx.update(grads, state, params), "
-            "with the params that catch_up returned."
+            f"{where} has rows of a stack of tables, of shape {grad.shape}, which "
+            "exact does not catch up. Keep the parameter as one table [K * V, ...], "
+            "reshaped in the loss, or take its gradient as an array: "
+            "exact_value_and_grad does."
         )
-    grads, treedef = trees.flatten(updates)
-    state_sharding.check_not_sharded(grads)
-    weights = trees.flatten_params(updates, params)
-    assert weights is not None
-    if not any(isinstance(g, SelectedRows) for g in grads):
-        checks.check_order(params)
-    checks.check_gradients(updates, weights)
-    _, _, plan = plan_of(treedef.unflatten(weights))
-    return grads, treedef, weights, plan
-
-
-def _merged(
-    updates: Any, grads: Any, tables: dict[int, Table], plan: Plan, state: ExactState
-) -> dict[int, SelectedRows]:
-    """Returns the sparse gradients of tables, without duplicates."""
-    merged = {}
-    for i, grad in enumerate(grads):
-        if not isinstance(grad, SelectedRows):
-            continue
-        where = trees.leaf_paths(updates, "grads")[i]
-        if i not in tables:
-            raise plan.refusal(i, where)
-        if grad.stack:
-            raise ValueError(
-                f"{CALL}: {where} has rows of a stack of tables, of shape "
-                f"{grad.shape}, which exact does not catch up. Keep the parameter as "
-                "one table [K * V, ...], reshaped in the loss, or take its gradient as "
-                "an array: exact_value_and_grad does."
-            )
-        moves = tables[i].recurrence.num_coefficients > 0
-        if moves and not getattr(state.caught_up, "weak_type", False):
-            raise ValueError(
-                f"{CALL}: {where} is a SelectedRows, but tx.catch_up was not called "
-                "since the last update, so the gradient may be of old weights. Use "
-                "(loss, grads), params, state = "
-                "sparsejax.optim.exact_value_and_grad(loss_fn, tx)(params, state, "
-                "batch) instead of sparsejax.value_and_grad, or call params, state = "
-                "tx.catch_up(params, state, ids) before it."
-            )
-        merged[i] = gather_scatter.merge_duplicates(grad)
-    return merged
-
-
-def _caught_up(
-    tables: dict[int, Table],
-    sparse: dict[int, SelectedRows],
-    rows: tuple[Any, Any, Any],
-    treedef: Any,
-    step: jax.Array,
-) -> tuple[tuple[Any, Any, Any], dict[int, CurrentRows]]:
-    """Returns the arguments of `tx.update`, with rows of tables at `step`."""
-    grads, state, weights = rows
-    state, state_treedef = jax.tree.flatten(state)
-    weights = treedef.flatten_up_to(weights)
-    caught_up = {}
-    for i, selected in sparse.items():
-        leaves = tables[i].recurrence.leaves
-        stored = [state[k] for k in leaves]
-        current = _catch_up.current_rows(tables[i], stored, selected, step)
-        caught_up[i] = current
-        for k, moment in zip(leaves, current.moments):
-            state[k] = moment
-        if current.correction is not None:
-            weights[i] = _add(weights[i], current.correction)
-    rows = grads, state_treedef.unflatten(state), treedef.unflatten(weights)
-    return rows, caught_up
+    moves = tables[i].recurrence.num_coefficients > 0
+    if moves and not getattr(args.state.caught_up, "weak_type", False):
+        raise ValueError(
+            f"{where} is a SelectedRows, but tx.catch_up was not called since the last "
+            "update, so the gradient may be of old weights. Use (loss, grads), params, "
+            "state = sparsejax.optim.exact_value_and_grad(loss_fn, tx)(params, state, "
+            "batch) instead of sparsejax.value_and_grad, or call params, state = "
+            "tx.catch_up(params, state, ids) before it."
+        )
+    return gather_scatter.merge_duplicates(grad)
 
 
 # ------------------------------------------------------------------ the state
@@ -332,9 +283,8 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
         plan.owners
     ):
         raise TypeError(
-            f"{CALL}: the state belongs to a different tree of parameters. Pass the "
-            "state that init(params), catch_up, update or flush returned for these "
-            "parameters."
+            "the state belongs to a different tree of parameters. Pass the state that "
+            "init(params), catch_up, update or flush returned for these parameters."
         )
     tables = {}
     per_table = zip(plan.recurrences.items(), state.last_updates, state.now)
@@ -365,9 +315,6 @@ def _with_tables(
 
 def _not_caught_up() -> jax.Array:
     return jnp.zeros((), jnp.asarray(0).dtype)  # with a dtype, so its type is strong
-
-
-# ------------------------------------------------------------------ helpers
 
 
 def _add(x: jax.Array, correction: jax.Array) -> jax.Array:

@@ -17,14 +17,12 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
 from sparsejax.optim._exact.exact import Exact, ExactState
-from sparsejax.transform.forward import IdsProgram, ids_program
+from sparsejax.transform.forward import ids_program
 from sparsejax.transform.grad import differentiate
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.plan import Plan, collect, make_plan
 from sparsejax.transform.trace import check_fun, trace_call
 
-
-CALL = "sparsejax.optim.exact_value_and_grad"
 
 Params = TypeVar("Params")
 P = ParamSpec("P")
@@ -103,7 +101,7 @@ def exact_value_and_grad(
     check_fun(fun, 0, has_aux)
     if not isinstance(tx, Exact):
         raise TypeError(
-            f"{CALL}: tx must be what sparsejax.optim.exact(...) returned, got "
+            "tx must be what sparsejax.optim.exact(...) returned, got "
             f"{_arguments.kind_of(tx)}. Put other transformations inside of exact: "
             "exact(optax.chain(...)). For other optimizers use "
             "sparsejax.value_and_grad."
@@ -134,35 +132,25 @@ def _ids_read(plan: Plan) -> list[Any]:
     plan = plan.only(tables)
 
     program = ids_program(plan.walk, plan.zero_deltas(), call.flat.inputs)
-    _check_independent_of_tables(plan, program)
-    inputs = [x for x, needed in zip(call.flat.inputs, program.needs_input) if needed]
-    ids_by_table: dict[int, list[jax.Array]] = {leaf.position: [] for leaf in tables}
-    for site, x in zip(plan.run.sites, program.run((), inputs)):
-        ids_by_table[site.table].append(x.reshape(-1))
-    nothing = jnp.zeros((0,), jnp.int32)
-    return [
-        jnp.concatenate(ids_by_table[leaf.position] or [nothing])
-        if leaf.position in ids_by_table
-        else ...
-        for leaf in call.leaves
-    ]
-
-
-def _check_independent_of_tables(plan: Plan, program: IdsProgram) -> None:
-    """Raises a ValueError if some ids are computed from rows of a table."""
-    if not any(program.needs_input[leaf.position] for leaf in plan.tables):
-        return
     names = {leaf.position: leaf.name for leaf in plan.tables}
-    for number, site in enumerate(plan.run.sites):
-        _, inputs = program.behind(number)
+    for k, site in enumerate(plan.run.sites):
+        _, inputs = program.behind(k)
         if not names.keys().isdisjoint(inputs):
             raise ValueError(
-                f"{CALL}: the ids by which {names[site.table]} is read at "
-                f"{site.where} are computed from rows of a table, so they are not "
-                "known before those rows are up to date. Catch the rows up yourself: "
-                "tx.catch_up(params, state, ids), in the order in which they are read, "
-                "then sparsejax.value_and_grad."
+                f"the ids by which {names[site.table]} is read at {site.where} are "
+                "computed from rows of a table, so they are not known before those "
+                "rows are up to date. Catch the rows up yourself: tx.catch_up(params, "
+                "state, ids), in the order in which they are read, then "
+                "sparsejax.value_and_grad."
             )
+    inputs = [x for x, needed in zip(call.flat.inputs, program.needs_input) if needed]
+    ids: dict[int, list[jax.Array]] = {position: [] for position in names}
+    for site, x in zip(plan.run.sites, program.run((), inputs)):
+        ids[site.table].append(x.reshape(-1))
+    by_leaf: dict[int, Any] = {
+        position: jnp.concatenate(xs) if xs else None for position, xs in ids.items()
+    }
+    return [by_leaf.get(leaf.position, ...) for leaf in call.leaves]
 
 
 class _EverythingIsLive(Liveness):

@@ -22,14 +22,16 @@ from sparsejax.optim._exact.zero_gradient import (
     COUNTS,
     Program,
     ZeroGradientStep,
+    evaluate,
 )
 from sparsejax.optim._lazy import separability
 from sparsejax.optim._lazy.row_program import NotByRows
 
 
-BOUND = 2e-7  # relative error of F: about the rounding of float32
-LARGEST_BOUND = 2e-6  # where BOUND takes more nodes than float32 can sum
-STEP_BOUND = 3e-6  # error of F relative to the next step, which may be far smaller
+# The error of F, relative to F (about the rounding of float32), and to the next step,
+# which may be far smaller.
+LIMITS = 2e-7, 3e-6
+LAST_LIMITS = 2e-6, 5e-5  # of as many nodes as float32 can sum
 NODES = (2, 4, 6, 8, 10, 12, 16, 20)  # numbers of nodes that are tried
 MAX_HORIZON = 4096
 FACTORS_AT = np.array([1, 2, 4, 16, 256, 10**5], np.int32)  # step counts
@@ -44,14 +46,12 @@ class Plan(NamedTuple):
 
     Attributes:
       recurrences: by table, in the order of the leaves.
-      steps: by table, its step without a gradient.
       refused: by leaf, why it is not a table, if `tx` is the reason.
       owners: for each leaf of the state of `tx`, the table that it follows, or None.
       state: the state of `tx` as ShapeDtypeStructs.
     """
 
     recurrences: dict[int, Recurrence]
-    steps: dict[int, ZeroGradientStep]
     refused: dict[int, str]
     owners: tuple[int | None, ...]
     state: Any
@@ -59,32 +59,30 @@ class Plan(NamedTuple):
     def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
         """Returns F of every table after `state`, from F of the step before."""
         leaves, by_step = jax.tree.leaves(state), {}
-        for k, (i, recurrence) in enumerate(self.recurrences.items()):
-            step = self.steps[i]
+        for k, recurrence in enumerate(self.recurrences.values()):
+            step = recurrence.step
             if step.key not in by_step:
                 shared = [jnp.asarray(leaves[j]) for j in step.shared]
-                previous = None if now is None else now[k]
                 by_step[step.key] = closed_form.displacement_coefficients(
-                    step, recurrence, shared, previous
+                    recurrence, shared, now and now[k]
                 )
-        return [by_step[self.steps[i].key] for i in self.recurrences]
+        return [by_step[r.step.key] for r in self.recurrences.values()]
 
     def refusal(self, leaf: int, where: str) -> ValueError:
         """Returns the error for a leaf at the path `where` that is not a table."""
         if leaf in self.refused:
             return not_exact(where, self.refused[leaf])
         return ValueError(
-            f"sparsejax.optim.exact: {where} is a SelectedRows, but its leaf is not a "
-            "table, because tables= does not include it. Include it there (by default "
-            "all real float leaves of rank 2 or more are tables), or pass its gradient "
-            "as an array."
+            f"{where} is a SelectedRows, but its leaf is not a table, because tables= "
+            "does not include it. Include it there (by default all real float leaves "
+            "of rank 2 or more are tables), or pass its gradient as an array."
         )
 
 
 def not_exact(name: str, reason: Any) -> ValueError:
     """Returns the error for a transformation that cannot be kept exact."""
     return ValueError(
-        f"sparsejax.optim.exact: {name} cannot be kept exact, because of {reason}. "
+        f"{name} cannot be kept exact, because of {reason}. "
         "Supported are sgd, momentum, nesterov, adam, nadam, adamw, rmsprop, adagrad "
         "and similar, with schedules, decoupled weight decay and gradient clipping. "
         "For other optimizers use sparsejax.optim.lazy(tx), which leaves rows without "
@@ -118,41 +116,38 @@ def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]
 
 def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...]:
     """Returns the leaves that `tables=` names."""
-    is_leaf = trees.is_none_or_masked
     is_table = functools.partial(_arguments.is_float_array, kind=jnp.floating)
     if tables is None:
         flags = [is_table(spec, 2) for spec in specs]
     else:
+        is_leaf = trees.is_none_or_masked
         flags = _arguments.flag_leaves("tables=", tables, params, is_leaf)
-    for i, flag in enumerate(flags):
-        if flag and not is_table(specs[i], 1):
+    leaves = tuple(i for i, flag in enumerate(flags) if flag)
+    for i in leaves:
+        if not is_table(specs[i], 1):
+            where = trees.leaf_paths(params, "params")[i]
             raise ValueError(
-                "sparsejax.optim.exact: tables= marks "
-                f"{trees.leaf_paths(params, 'params')[i]} as a table, but it has no "
-                f"rows of real floats: it is {_arguments.show_spec(specs[i])}."
+                f"tables= marks {where} as a table, but it has no rows of real floats: "
+                f"it is {_arguments.show_spec(specs[i])}."
             )
-    if not any(flags):
+    if not leaves:
         raise ValueError(
-            "sparsejax.optim.exact: the parameters have no table: no real float leaf "
-            "of rank 2 or more. Mark one of rank 1 with tables=, or use the optimizer "
-            "unwrapped."
+            "the parameters have no table: no real float leaf of rank 2 or more. Mark "
+            "one of rank 1 with tables=, or use the optimizer unwrapped."
         )
-    return tuple(i for i, flag in enumerate(flags) if flag)
+    return leaves
 
 
 def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
     verdict = separability.of_leaves(tx, treedef, specs, tables)
     refused = {i: str(reason) for i, reason in verdict.refused.items()}
-    steps: dict[int, ZeroGradientStep] = {}
     recurrences: dict[int, Recurrence] = {}
     by_step: dict[Any, Recurrence] = {}
-    # Numbers are computed at once, even in a trace.
     with (
         separability.jax_defaults(),
         jax.debug_nans(False),
         jax.debug_infs(False),
         jax.transfer_guard("allow"),
-        jax.ensure_compile_time_eval(),
         np.errstate(all="ignore"),
     ):
         program = None
@@ -160,14 +155,13 @@ def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Pl
             leaves = tuple(k for k, owner in enumerate(verdict.owners) if owner == i)
             try:
                 program = program or Program(tx, treedef, specs, verdict.tables)
-                steps[i] = step = program.step_of(i)
+                step = program.step_of(i)
                 if step.key not in by_step:
                     by_step[step.key] = find_recurrence(step)
                 recurrences[i] = by_step[step.key]._replace(leaves=leaves)
             except NotByRows as fault:
-                fault.path = fault.path or tuple(steps[i].path if i in steps else ())
                 refused[i] = str(separability.reason(tx, fault))
-    return Plan(recurrences, steps, refused, verdict.owners, verdict.state)
+    return Plan(recurrences, refused, verdict.owners, verdict.state)
 
 
 # ------------------------------------------------------------------ recurrences
@@ -179,75 +173,71 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     Raises:
       NotByRows: it has no closed form.
     """
-    run = lambda ahead, v: step(step.fresh, ahead, v)
+    run = functools.partial(step, step.fresh)
     run = jax.vmap(jax.vmap(run, (None, 0)), (0, None))
-    decay, _, left, zeros = _evaluate(run, COUNTS, SQUARES)
-    if any(np.any(x != 0) for x in zeros):
-        raise NotByRows("a step without gradient moves weights and moments of 0")
-    left = [x[:, 0] for x in left]
-    ratios = tuple(float(x[0]) for x in left)
+    decay, _, left, zeros = _evaluate(run, COUNTS, SQUARES.astype(step.dtype))
+
+    def refused(why):
+        return NotByRows(why, step.path)
+
+    if np.any(zeros != 0):
+        raise refused("a step without gradient moves weights and moments of 0")
+    left = left[:, 0].T
+    ratios = tuple(map(float, left[:, 0]))
     for k, (x, ratio) in enumerate(zip(left, ratios)):
-        if not 0 <= ratio <= 1 or np.any(x != x[0]):
-            raise NotByRows(
+        if not 0 <= ratio <= 1 or np.any(x != ratio):
+            raise refused(
                 f"a step without gradient multiplies its state {step.names[k]} by "
                 f"{min(x):.3g} to {max(x):.3g}, not by a constant factor up to 1"
             )
     if not np.all(decay < 1):
-        raise NotByRows("a step without gradient decays its weights to nothing")
-    recurrence = Recurrence(
-        (), ratios, step.first_moments, step.second_moment, step.decays
-    )
+        raise refused("a step without gradient decays its weights to nothing")
     if not step.first_moments:
-        return recurrence
+        return Recurrence(step, (), ratios)
     # The ratio of the terms of F; while weights shrink, a later term counts for more.
     slowest = max(ratios[k] for k in step.first_moments) / (1 - np.max(decay))
     if step.second_moment is not None:
         slowest /= max(ratios[step.second_moment], 1e-30) ** 0.5
     steps = closed_form.horizon(slowest) if slowest < 1 else math.inf
     if steps > MAX_HORIZON:
-        raise NotByRows(
+        raise refused(
             f"its momentum fades too slowly: a step multiplies it by {slowest:.6g} "
             "(relative to the weights, and to the root that divides it), so "
             f"{steps} steps would have to be replayed; the limit is {MAX_HORIZON}"
         )
-    recurrence = recurrence._replace(horizon=steps)
+    recurrence = Recurrence(step, (), ratios, steps)
     if step.second_moment is None:
         return recurrence
-    factors = _factors(step, recurrence)
+    factors = _factors(recurrence)
     # F is far larger than a step if weights decay about as fast as moments fade.
     steps_in_all = max((near.sum() / near[0] for near, _ in factors), default=1.0)
+    errors = 0.0, 0.0
     for nodes in NODES:
-        bound = max(closed_form.error_bound(*x, nodes=nodes) for x in factors)
-        is_last = nodes == NODES[-1]
-        largest, of_step = (
-            (LARGEST_BOUND, TOLERANCE) if is_last else (BOUND, STEP_BOUND)
-        )
-        if bound <= largest and bound * steps_in_all <= of_step:
-            return recurrence._replace(nodes=nodes, bound=bound)
-    raise NotByRows(
+        bounds = (closed_form.error_bound(*x, nodes=nodes) for x in factors)
+        bound = max(bounds, default=0.0)
+        errors = bound, bound * steps_in_all
+        if np.all(np.less_equal(errors, LIMITS)):
+            return recurrence._replace(nodes=nodes)
+    if np.all(np.less_equal(errors, LAST_LIMITS)):
+        return recurrence._replace(nodes=NODES[-1])
+    raise refused(
         "its dependence on the second moment changes too much from step to step: "
-        f"interpolation has an error of {bound:.1e} of the whole distance and "
-        f"{bound * steps_in_all:.1e} of a step; the limits are {LARGEST_BOUND:g} and "
-        f"{TOLERANCE:g}"
+        f"interpolation has an error of {errors[0]:.1e} of the whole distance and "
+        f"{errors[1]:.1e} of a step; the limits are {LAST_LIMITS[0]:g} and "
+        f"{LAST_LIMITS[1]:g}"
     )
 
 
-def _factors(
-    step: ZeroGradientStep, recurrence: Recurrence
-) -> list[tuple[np.ndarray, np.ndarray]]:
+def _factors(recurrence: Recurrence) -> list[tuple[np.ndarray, np.ndarray]]:
     """Returns h_j (relative) and 1 + delta_j, by first moment and step count."""
-
-    def run(count):
-        shared = [later(x, count) for later, x in zip(step.later, step.fresh)]
-        return closed_form.next_steps(step, recurrence, shared, ROOTS)
-
+    step = recurrence.step
+    run = lambda start: closed_form.next_steps(recurrence, step.fresh, ROOTS, start)
     decay, each = _evaluate(jax.vmap(run), FACTORS_AT)
     growth = 1 / np.cumprod(1 - decay, axis=1)
     is_16_bits = any(jnp.finfo(dtype).bits < 32 for dtype in step.dtypes)
     tolerance = TOLERANCE_16_BITS if is_16_bits else TOLERANCE
     cases = []
-    for n, k in enumerate(recurrence.first_moments):
-        powers = recurrence.ratios[k] ** np.arange(recurrence.horizon)
+    for n, powers in enumerate(closed_form.powers_of_ratios(recurrence)):
         for factors, grown in zip(each[..., n], powers * growth):
             moves = factors[:, 0] != 0  # the learning rate schedule may be at zero
             factors, grown = np.abs(factors[moves]), grown[moves]
@@ -255,21 +245,18 @@ def _factors(
                 continue
             near, far = factors[:, 0], factors[:, 1] * LARGE
             if not np.all(np.isfinite(near)):
-                raise NotByRows(
-                    "it divides by the root of a moment with nothing added: eps must "
-                    "not be 0"
-                )
+                why = "it divides by the root of a moment with nothing added: eps must"
+                raise NotByRows(f"{why} not be 0", step.path)
             # g / (a y + eps) at the roots y.
             fitted = 1 / (1 / near[:, None] + ROOTS / far[:, None])
             if not np.all(np.abs(factors - fitted) <= tolerance * fitted):
-                raise NotByRows(
-                    "it does not divide by the root of a moment plus a constant"
-                )
+                why = "it does not divide by the root of a moment plus a constant"
+                raise NotByRows(why, step.path)
             near, far = near * grown, far * grown
             cases.append((near, near / far * (far.sum() / near.sum())))
     return cases
 
 
 def _evaluate(function: Callable, *args: Any) -> Any:
-    out = jax.jit(function)(*args)
+    out = evaluate(function, *args)
     return jax.tree.map(lambda x: np.asarray(x, np.float64), out)

@@ -15,7 +15,7 @@ program of single numbers that this gives:
 The derivatives are the numbers of the recurrence.
 """
 
-import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ from jax.core import Tracer
 from sparsejax import _compat, _primitives
 from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy import separability
-from sparsejax.optim._lazy.row_program import Node, NotByRows, row_params
+from sparsejax.optim._lazy import row_program, separability
+from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
 
 
 # Step counts, and other numbers, at which functions are compared.
@@ -47,12 +47,11 @@ class ZeroGradientStep(NamedTuple):
     """A step without a gradient: w <- (1 - d) w - sum_m c_m(v) m, and m <- b_m m.
 
     Attributes:
-      program: `(open jaxpr, consts)` of `(*shared, v)`, without v if nothing depends on
-        it, to d, to c of each first moment, to b of each moment, and to the update and
-        new moments of a coordinate of zeros.
+      program: `(open jaxpr, consts)` of `(*shared, ahead, v)`: of the shared state, the
+        number of steps from there to this one, and the second moment before it. Its
+        results are d, c of the first moments, b of all, and the update and new moments
+        of a coordinate whose weight and moments are 0.
       shared: the leaves of the optimizer's state that the program reads.
-      later: for each of them, a function of it and of a number of steps: its value that
-        many steps later.
       fresh: their values in a new state.
       first_moments: positions of the moments that move the weight.
       second_moment: position of the moment v that their factors depend on, or None.
@@ -64,7 +63,6 @@ class ZeroGradientStep(NamedTuple):
 
     program: tuple[Any, list[Any]]
     shared: tuple[int, ...]
-    later: tuple[Callable[[Any, Any], Any], ...]
     fresh: tuple[Any, ...]
     first_moments: tuple[int, ...]
     second_moment: int | None
@@ -76,38 +74,22 @@ class ZeroGradientStep(NamedTuple):
     @property
     def key(self) -> Any:
         """Returns a key that is equal for tables with the same step."""
+        jaxpr, consts = self.program
+        consts = tuple(np.asarray(x).tobytes() for x in consts)
         moments = self.first_moments, self.second_moment
-        return str(self.program[0]), self.shared, self.dtypes, moments
+        return str(jaxpr), consts, self.shared, self.dtypes, moments
 
     @property
     def dtype(self) -> Any:
         """Returns the dtype that closed forms are computed in."""
         return indexing.accumulator_dtype(self.dtypes[0])
 
-    def __call__(
-        self, shared: Sequence[Any], ahead: Any, v: Any = 1.0
-    ) -> tuple[jax.Array, jax.Array, list[jax.Array], list[jax.Array]]:
-        """Returns d, c of first moments, b of all, and the results of zeros.
-
-        Args:
-          shared: the leaves `shared` of the state.
-          ahead: the step to take is this many steps after that state.
-          v: the second moment before that step.
-        """
-        inputs = [later(x, ahead) for later, x in zip(self.later, shared)]
-        if self.second_moment is not None:
-            dtype = self.dtypes[1 + self.second_moment]
-            inputs.append(jnp.asarray(v).astype(dtype))
-        decay, *others = _compat.eval_jaxpr(*self.program, *inputs)
-        count, size = len(self.first_moments), len(self.names)
-        first = [jnp.zeros(0, self.dtype)]
-        first += [x.astype(self.dtype).reshape(1) for x in others[:count]]
-        ratios, zeros = others[count : count + size], others[count + size :]
-        return decay.astype(self.dtype), jnp.concatenate(first), ratios, zeros
+    def __call__(self, shared: Sequence[Any], ahead: Any, v: Any) -> list[jax.Array]:
+        return _compat.eval_jaxpr(*self.program, *shared, ahead, v)
 
 
 class Program:
-    """`tx.update` on one row of each table, and on one coordinate of that row.
+    """`tx.update` without gradients, on one coordinate of a row of each table.
 
     Args:
       tx: a transformation that can be lifted to rows of these tables.
@@ -126,139 +108,153 @@ class Program:
         self.of = of = separability.Update(alone, treedef, specs, tables)
         self.program = of.trace(of.one_row)
         self.arguments = of.arguments()
+        self.start = len(self.arguments) - len(of.state)  # of the state
+        self.owners = *of.tables, *of.leaves.owners  # of the outputs
         self.refused = {
             owner: NotByRows(f"its state {path} does not have the table's shape")
             for path, leaf, owner in zip(of.paths, of.state, of.leaves.owners)
             if owner is not None and leaf.shape != of.specs[owner].shape
         }
-        self.start = len(self.arguments) - len(of.state)  # of the state
-        self.shared = [k for k, owner in enumerate(of.leaves.owners) if owner is None]
-        types = [
-            jax.ShapeDtypeStruct((), x.aval.dtype if isinstance(x, Node) else x.dtype)
+        self.types = [
+            jax.ShapeDtypeStruct((), x.aval.dtype) if isinstance(x, Node) else x
             for x in self.arguments
         ]
-        for k in self.shared:
-            types[self.start + k] = of.state[k]
-        self.types = types
-        self.numbers = _compat.trace(self._numbers, *types)
+        self.numbers = _compat.trace(self._numbers, *self.types)
+        self.later = functools.cache(self._later)
 
         def fresh():
             arrays = [jnp.zeros(s.shape, s.dtype) for s in trees.arrays(of.specs)]
             state = jax.tree.leaves(tx.init(trees.fill(treedef, of.specs, arrays)))
-            return {k: state[k] for k in self.shared}
+            return {k: x for k, x in enumerate(state) if of.leaves.owners[k] is None}
 
-        self.fresh = jax.jit(fresh)()
-        self.later: dict[int, Callable[[Any, Any], Any]] = {}
+        self.fresh = evaluate(fresh)
 
     def _numbers(self, *values: Any) -> list[Any]:
-        """Runs `program` on one coordinate: updates of tables, state (0 if shared).
+        """Returns the updates and new states of one coordinate; 0 for shared state.
 
-        The arguments are as for `tx.update`, each a number, except shared state. A
-        gradient, and a weight of a dense leaf, stand for anything unknown.
+        A `placeholder` stands for what depends on more than shared state and the
+        coordinate itself.
         """
-        inputs, unknown, of = [], {}, self.of
-        for k, (x, value) in enumerate(zip(self.arguments, values)):
-            if x in of.gradient.values():
-                unknown[x.table] = value
-                inputs.append(Row(_zeros(x.aval), x.table))
-            elif isinstance(x, Node):
-                inputs.append(Row(value, x.table, True))
-            elif k >= self.start:
-                inputs.append(value)
-            else:
-                inputs.append(value.reshape((1,) * len(x.shape)))
-        jaxpr, consts, used = _compat.only_needed(*self.program)
-        inputs = [x for x, is_used in zip(inputs, used) if is_used]
-        dtypes = {i: of.specs[i].dtype for i in of.tables}
-        outs = _Run(unknown, dtypes, self.refused).program(jaxpr, consts, inputs)
-        owners = *of.tables, *of.leaves.owners
-        numbers = [0 if i is None else _number(x) for i, x in zip(owners, outs)]
-        return [unknown[i] if x is None else x for i, x in zip(owners, numbers)]
+        numbers = {id(x): (v, True) for x, v in zip(self.arguments, values)}
+        for x in self.of.gradient.values():
+            numbers[id(x)] = np.zeros((), x.aval.dtype), False
+        args = [x if isinstance(x, Node) else v for x, v in zip(self.arguments, values)]
+
+        def run(table, nodes):
+            function = RowFunction(nodes, self.of.nodes(table))
+            return _on_coordinate(function, numbers, self.of.specs[table].dtype)
+
+        def reduce(group):
+            for x in group:
+                if x.table is not None and run(x.table, [x.node])[0][1]:
+                    # Dense training counts all rows, which move, too.
+                    error = NotByRows("it combines rows that move", x.path)
+                    self.refused.setdefault(x.table, error)
+            return [_unknown(x.path[-1], x.path[-1].outvars[0].aval) for x in group]
+
+        outs: list[Any] = row_program.run(*self.program, args, reduce, _raise)
+        for table in self.of.tables:
+            places = [k for k, owner in enumerate(self.owners) if owner == table]
+            for k, (x, _) in zip(places, run(table, [outs[k] for k in places])):
+                aval = self.program[0].outvars[k].aval
+                outs[k] = _compat.placeholder(aval) if np.shape(x) else x
+        return [0 if owner is None else x for x, owner in zip(outs, self.owners)]
 
     def step_of(self, table: int) -> ZeroGradientStep:
         """Returns the step of a table; raises NotByRows if it cannot be kept exact."""
         if table in self.refused:
             raise self.refused[table]
-        moments = [k for k, owner in enumerate(self.of.leaves.owners) if owner == table]
-        outputs = [self.of.tables.index(table)]
-        outputs += [len(self.of.tables) + k for k in moments]
-        table_inputs = [self.arguments.index(self.of.weights[table])]
-        table_inputs += [self.start + k for k in moments]
+        outputs = [k for k, owner in enumerate(self.owners) if owner == table]
         jaxpr, consts, inputs = _only(self.numbers, outputs)
-        shared = [k for k in self.shared if self.start + k in inputs]
-        row_inputs = [*(self.start + k for k in shared), *table_inputs]
-        others = [v for v, j in zip(jaxpr.invars, inputs) if j not in row_inputs]
-        if others:
+        is_shared = lambda j: self.of.leaves.owners[j - self.start] is None
+        shared = [j for j in inputs if j >= self.start and is_shared(j)]
+        _, *own = (self.arguments.index(x) for x in self.of.nodes(table))
+        others = {v for v, j in zip(jaxpr.invars, inputs) if j not in (*shared, *own)}
+        is_other = lambda v: not isinstance(v, _compat.Literal) and v in others
+        unknown = [
+            eqn
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name == "placeholder" or any(map(is_other, eqn.invars))
+        ]
+        if unknown or others:
             raise NotByRows(
                 "a step without gradient depends on gradients, on other rows or "
                 "coordinates, or on a function that is not smooth",
-                [
-                    x
-                    for x in jaxpr.eqns
-                    if any(v is w for v in x.invars for w in others)
-                ][:1],
+                unknown[:1],
             )
-        types = [self.types[j] for j in row_inputs]
 
         def results(*values):
-            values = dict(zip(row_inputs, values))
+            values = dict(zip((*shared, *own), values))
             return _compat.eval_jaxpr(jaxpr, consts, *(values[j] for j in inputs))
 
-        paths = tuple(self.of.paths[k] for k in moments)
-        names = ["its weights", *(f"its state {path}" for path in paths)]
+        types = [self.types[j] for j in (*shared, *own)]
+        paths = tuple(self.of.paths[j - self.start] for j in own[1:])
+        places = [j - self.start for j in shared]
+        later = [self.later(k) for k in places]
         try:
-            program, first, second, decays = _factors(results, types, names)
+            program, first, second, decays = _factors(results, types, later, paths)
         except NotByRows as fault:
             raise NotByRows(fault.why, jaxpr.eqns[:1]) from None
         return ZeroGradientStep(
             program=program,
-            shared=tuple(shared),
-            later=tuple(map(self._later, shared)),
-            fresh=tuple(self.fresh[k] for k in shared),
-            first_moments=tuple(place - 1 for place in first),
-            second_moment=None if second is None else second - 1,
+            shared=tuple(places),
+            fresh=tuple(self.fresh[k] for k in places),
+            first_moments=first,
+            second_moment=second,
             decays=decays,
-            dtypes=tuple(t.dtype for t in types[len(shared) :]),
+            dtypes=tuple(self.types[j].dtype for j in own),
             names=paths,
             path=jaxpr.eqns[:1],
         )
 
     def _later(self, k: int) -> Callable[[Any, Any], Any]:
         """Returns a function of a shared leaf and steps: its value after them."""
-        if k in self.later:
-            return self.later[k]
-        leaf, path = self.of.state[k], self.of.paths[k]
+        leaf = self.of.state[k]
         jaxpr, consts, inputs = _only(self.program, [len(self.of.tables) + k])
         if not inputs:
-            (after,) = _compat.eval_jaxpr(jaxpr, consts)
-            self.later[k] = lambda x, ahead: jnp.where(ahead > 0, after, x)
-            return self.later[k]
-        if inputs != [self.start + k] or leaf.dtype.kind not in "biuf":
-            raise NotByRows(f"its state {path} depends on more than itself")
-        values = _tried(leaf)
-        next_of = lambda x: _compat.eval_jaxpr(jaxpr, consts, x)[0]
-        new = np.asarray(jax.jit(jax.vmap(next_of))(values))
-        if np.array_equal(new, values):
-            self.later[k] = lambda x, ahead: x
-        elif np.array_equal(new, values + np.ones((), leaf.dtype)):
-            self.later[k] = lambda x, ahead: x + jnp.asarray(ahead).astype(x.dtype)
-        else:
-            raise NotByRows(f"its state {path} is not a constant, nor a count of steps")
-        return self.later[k]
+            (after,) = evaluate(lambda: _compat.eval_jaxpr(jaxpr, consts))
+            return lambda x, ahead: jnp.where(ahead > 0, after, x)
+        if inputs == [self.start + k] and leaf.dtype.kind in "biuf":
+            values = (NUMBERS if leaf.dtype.kind == "f" else COUNTS).astype(leaf.dtype)
+            values = values.reshape(-1, *[1] * leaf.ndim)
+            values = np.broadcast_to(values, (len(values), *leaf.shape))
+            next_of = lambda x: _compat.eval_jaxpr(jaxpr, consts, x)[0]
+            new = evaluate(jax.vmap(next_of), values)
+            if np.array_equal(new, values):
+                return lambda x, ahead: x
+            if np.array_equal(new, values + np.ones((), leaf.dtype)):
+                return lambda x, ahead: x + jnp.asarray(ahead).astype(x.dtype)
+        path = self.of.paths[k]
+        raise NotByRows(f"its state {path} is not a constant, nor a count of steps")
+
+
+def _raise(fault: NotByRows) -> None:
+    raise fault
+
+
+def evaluate(function: Callable, *args: Any) -> Any:
+    """Computes a function of arrays at once, even in a trace."""
+    return jax.jit(function).lower(*args).compile()(*args)
 
 
 def _factors(
-    results: Callable[..., list[Any]], types: Sequence[Any], names: Sequence[str]
-) -> tuple[Any, list[int], int | None, bool]:
+    results: Callable[..., list[Any]],
+    types: Sequence[Any],
+    later: Sequence[Callable[[Any, Any], Any]],
+    paths: Sequence[str],
+) -> tuple[Any, tuple[int, ...], int | None, bool]:
     """Returns the program of a step, first and second moments, and if it decays.
 
     Args:
       results: the update and the new moments, from shared state, weight and moments.
       types: of these arguments.
-      names: of weight and moments. A place is an index into them, and into the results.
+      later: for each leaf of shared state, its value after some steps.
+      paths: of the moments. A place is 0 for the weight and its update, else it is one
+        more than the number of a moment.
     """
-    count = len(names)
+    count = 1 + len(paths)
     n = len(types) - count
+    names = ["its weights", *(f"its state {path}" for path in paths)]
 
     def slopes(*values):
         """Returns derivatives of all results, by the weight and by each moment."""
@@ -269,45 +265,52 @@ def _factors(
 
         return [along(j) for j in range(n, n + count)]
 
-    all_results = _compat.trace(lambda *values: results(*values), *types)
-    all_slopes = _compat.trace(lambda *values: sum(slopes(*values), []), *types)
+    both = lambda *values: sum(slopes(*values), results(*values))
+    both = _compat.trace(both, *types)
 
-    def needs(program, output):
-        """Returns the places that an output depends on."""
-        return {j - n for j in _only(program, [output])[2] if j >= n}
+    def needs(place, *by):
+        """Returns the places that a result, or its derivative, depends on."""
+        output = place + sum(count * (1 + k) for k in by)
+        return {j - n for j in _only(both, [output])[2] if j >= n}
 
     for place in range(1, count):
-        bends = needs(all_slopes, place * count + place)
-        if needs(all_results, place) - {place} or bends:
+        if needs(place) - {place} or needs(place, place):
             why = f"does not multiply {names[place]} by a constant factor"
             raise NotByRows(f"a step without gradient {why}")
-    bends = {k: needs(all_slopes, k * count) for k in needs(all_results, 0)}
+    bends = {place: needs(0, place) for place in needs(0)}
     curved = {place for place in bends if place in bends[place]}
     linear = sorted(bends.keys() - curved)
-    if len(curved) > 1 or any(bends[k] - (curved if k else set()) for k in linear):
+    allowed = {place: curved if place else set() for place in linear}
+    if 0 in curved or len(curved) > 1 or any(bends[k] - allowed[k] for k in linear):
         among = " and ".join(names[place] for place in sorted(bends))
         raise NotByRows(f"a step without gradient is not linear in {among}")
     second = next(iter(curved), None)
     first = [place for place in linear if place]
+    dtype = indexing.accumulator_dtype(types[n].dtype)
+    wide = indexing.promote(dtype, *(t.dtype for t in types[n:]))
 
     def program(*values):
-        shared, v = values[:n], values[n:]
+        *shared, ahead, v = values
+        shared = [at(x, ahead) for at, x in zip(later, shared)]
         ones, zeros, but_v = (
             [np.full((), x, t.dtype) for t in types[n:]] for x in (1, 0, 0)
         )
         if second is not None:
-            (ones[second],) = (but_v[second],) = v
+            ones[second] = but_v[second] = v.astype(types[n + second].dtype)
         by = slopes(*shared, *ones)
+        together = lambda xs, dtype: jnp.array([x.astype(dtype) for x in xs], dtype)
+        at_zero = [results(*shared, *but_v)[0], *results(*shared, *zeros)[1:]]
         return [
-            -by[0][0],
-            *(-by[place][0] for place in first),
-            *(by[place][place] for place in range(1, count)),
-            results(*shared, *but_v)[0],
-            *results(*shared, *zeros)[1:],
+            -by[0][0].astype(dtype),
+            together([-by[place][0] for place in first], dtype),
+            together([by[place][place] for place in range(1, count)], wide),
+            together(map(jnp.asarray, at_zero), wide),
         ]
 
-    v = [] if second is None else [types[n + second]]
-    return _compat.trace(program, *types[:n], *v), first, second, 0 in bends
+    numbers = (jax.ShapeDtypeStruct((), x) for x in (jnp.int32, dtype))
+    program = _compat.trace(program, *types[:n], *numbers)
+    first = tuple(place - 1 for place in first)
+    return program, first, None if second is None else second - 1, 0 in bends
 
 
 def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[int]]:
@@ -318,149 +321,77 @@ def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[in
     return jaxpr, consts, [j for j, is_used in enumerate(used) if is_used]
 
 
-def _tried(leaf: Any) -> np.ndarray:
-    """Returns values of a shared leaf, along a new first axis."""
-    values = NUMBERS
-    if jnp.issubdtype(leaf.dtype, jnp.integer):
-        values = COUNTS[COUNTS < jnp.iinfo(leaf.dtype).max]
-    if leaf.dtype == bool:
-        values = np.array([False, True])
-    values = values.astype(leaf.dtype).reshape(-1, *[1] * len(leaf.shape))
-    return np.broadcast_to(values, (len(values), *leaf.shape))
-
-
 # ------------------------------------------------------------------ one coordinate
 
 
-class Row(NamedTuple):
-    """A value with one entry per row of a table.
+def _on_coordinate(
+    function: RowFunction, numbers: dict[int, tuple[Any, bool]], dtype: Any
+) -> list[tuple[Any, bool]]:
+    """Runs a function of rows on one coordinate, and tells which results move.
 
-    Attributes:
-      value: a number of one coordinate, if `moves`; else an array `[1, ...]`, computed
-        from a gradient of zero, whose axes of equal entries may be of length 1.
-      table: which table.
-      moves: True if it depends on weights or moments.
-    """
-
-    value: Any
-    table: Any
-    moves: bool = False
-
-
-class _Run:
-    """Runs a program on one coordinate of each row, with numbers wherever possible.
+    What does not depend on weights or moments does not move. It is an array if it is
+    known and its entries differ.
 
     Args:
-      unknown: by table, an input that stands for what is not of one coordinate.
-      dtypes: of the tables. A cast to a narrower one rounds, so it is not smooth.
-      refused: by table, why it cannot be kept exact; filled during the run.
+      function: of rows of one table.
+      numbers: its inputs by `id`, and if they move.
+      dtype: of the table. A cast to a narrower one rounds, so it is not smooth.
     """
+    env: dict[int, Any] = dict(numbers)
 
-    def __init__(self, unknown: dict, dtypes: dict, refused: dict):
-        self._unknown, self.dtypes, self.refused = unknown, dtypes, refused
+    def read(x, dtype=None):
+        if not isinstance(x, Node):
+            return _number(x if isinstance(x, Tracer) else np.asarray(x, dtype)), False
+        return env[id(x)] if x.step is None else env[id(x.step)][x.index]
 
-    def unknown(self, table: Any, spec: Any) -> Any:
-        # Negative, so that there is an equation, which errors name.
-        return (-self._unknown[table]).astype(spec.dtype)
-
-    def program(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Any:
-        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
-
-        def read(v):
-            if not isinstance(v, _compat.Literal):
-                return env[v]
-            aval: Any = v.aval
-            return np.asarray(v.val, aval.dtype)
-
-        for eqn in jaxpr.eqns:
-            with _compat.equation_context(eqn):
-                outs = self.equation(eqn, [*map(read, eqn.invars)])
-            env.update(zip(eqn.outvars, outs))
-        return [read(v) for v in jaxpr.outvars]
-
-    def equation(self, eqn: Any, ins: Sequence[Any]) -> Sequence[Any]:
-        name, out = eqn.primitive.name, eqn.outvars[0].aval
-        body = _primitives.called(eqn)
-        if name == "cond" and _is_concrete(ins[0]):
-            body = _compat.open_jaxpr(eqn.params["branches"][int(ins[0])])
-            ins = ins[1:]
-        if body is not None:
-            return self.program(*body, ins)
-        rows = [x for x in ins if isinstance(x, Row)]
-        tables = {x.table for x in rows}
-        table = rows[0].table if rows else None
-        wrap = lambda x: x if table is None or isinstance(x, Row) else Row(x, table)
-        cases = {"mul": ins, "div": ins[:1]}.get(name, ())
-        if any(map(_is_zero, cases)) or (
-            name == "select_n" and all(map(_is_zero, ins[1:]))
-        ):
-            return [wrap(_zeros(out))]
-        if name == "select_n" and _is_concrete(ins[0]) and _number(ins[0]) is not None:
-            return [wrap(ins[1 + int(_number(ins[0]))])]
-        has_rows = [isinstance(x, Row) for x in ins]
-        if len(tables) > 1 or (tables and row_params(eqn, has_rows) is None):
-            for x in rows:
-                if x.moves:  # dense training counts all rows, which move, too
-                    error = NotByRows("it combines rows that move", [eqn])
-                    self.refused.setdefault(x.table, error)
-            return [
-                self.unknown(table, v.aval).reshape((1,) * len(v.aval.shape))
-                for v in eqn.outvars
-            ]
-        if not any(x.moves for x in rows):
-            values = [x.value if isinstance(x, Row) else x for x in ins]
-            return [wrap(x) for x in _run(eqn, values)]
-        if name in RESHAPES and out.size == eqn.invars[0].aval.size:
-            return ins
-        numbers = [*map(_number, ins)]
-        if (
-            name not in SMOOTH
-            or any(x is None for x in numbers)
-            or (name == "convert_element_type" and _rounds(eqn, self.dtypes[table]))
-        ):
-            return [Row(self.unknown(table, v.aval), table, True) for v in eqn.outvars]
-        return [Row(_compat.bind(eqn, numbers)[0], table, True)]
+    for step in function.steps:
+        eqn = step.eqn
+        ins = [read(x, v.aval.dtype) for x, v in zip(step.inputs, eqn.invars)]
+        moves = any(moves for _, moves in ins)
+        with _compat.equation_context(eqn):
+            outs = _equation(eqn, [x for x, _ in ins], moves, dtype)
+        env[id(step)] = [(x, moves and isinstance(x, Tracer)) for x in outs]
+    return [read(x) for x in function.outputs]
 
 
-def _run(eqn: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Runs an equation; numbers are computed at once, even in a trace."""
+def _equation(eqn: Any, ins: Sequence[Any], moves: bool, dtype: Any) -> Sequence[Any]:
+    """Runs an equation on one coordinate; `moves` if an input does."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
-    if name == "broadcast_in_dim" and np.size(values[0]) == 1:
-        return [values[0].reshape((1,) * len(out.shape))]
-    at_once = all(map(_is_concrete, values))
-    with jax.ensure_compile_time_eval() if at_once else contextlib.nullcontext():
-        if name in _primitives.ELEMENTWISE:
-            return _compat.bind(eqn, jnp.broadcast_arrays(*values))
-        shapes = [v.aval.shape for v in eqn.invars]
-        fill = lambda x, s: x if x.shape == s else jnp.broadcast_to(x, s)
-        return _compat.bind(eqn, [*map(fill, values, shapes)])
-
-
-def _zeros(spec: Any) -> np.ndarray:
-    return np.zeros((1,) * len(spec.shape), spec.dtype)
-
-
-def _is_concrete(x: Any) -> bool:
-    value = x.value if isinstance(x, Row) else x
-    return not isinstance(value, Tracer)
-
-
-def _is_zero(x: Any) -> bool:
-    """Returns True if it is known that all entries are 0."""
-    value = x.value if isinstance(x, Row) else x
-    is_number = not jnp.issubdtype(value.dtype, jax.dtypes.extended)
-    return _is_concrete(x) and is_number and not np.any(np.asarray(value))
+    is_known = [not isinstance(x, Tracer) for x in ins]
+    is_zero = [known and not np.any(x) for x, known in zip(ins, is_known)]
+    if (
+        (name == "mul" and any(is_zero))
+        or (name == "div" and is_zero[0])
+        or (name == "select_n" and all(is_zero[1:]))
+    ):
+        return [np.zeros((), out.dtype)]
+    if name == "select_n" and is_known[0] and not np.shape(ins[0]):
+        return [ins[1 + int(ins[0])]]
+    if all(is_known):
+        with jax.ensure_compile_time_eval():
+            full = [np.broadcast_to(x, v.aval.shape) for x, v in zip(ins, eqn.invars)]
+            return [_number(np.asarray(x)) for x in _compat.bind(eqn, full)]
+    if not any(map(np.shape, ins)):
+        if name in RESHAPES and (not moves or out.size == eqn.invars[0].aval.size):
+            return ins
+        rounds = moves and name == "convert_element_type" and _rounds(eqn, dtype)
+        if name in (SMOOTH if moves else _primitives.ELEMENTWISE) and not rounds:
+            return _compat.bind(eqn, ins)
+    return [_unknown(eqn, v.aval.update(shape=())) for v in eqn.outvars]
 
 
 def _number(x: Any) -> Any:
-    """Returns the number that all entries are, or None if they may differ."""
-    value = x.value if isinstance(x, Row) else x
-    if value.size == 1:
-        return value.reshape(())
-    if isinstance(value, Tracer):
-        return None
-    entries = np.asarray(value).reshape(-1)
-    return entries[0] if entries.size and np.all(entries == entries[0]) else None
+    """Returns the number that all entries of an array are, or the array."""
+    if x.size == 1:
+        return x.reshape(())
+    is_known = x.size and not isinstance(x, Tracer)
+    return x.flat[0] if is_known and np.all(x == x.flat[0]) else x
+
+
+def _unknown(eqn: Any, aval: Any) -> Any:
+    """Returns a value that cannot be computed; errors name the equation."""
+    with _compat.equation_context(eqn):
+        return _compat.placeholder(aval)
 
 
 def _rounds(eqn: Any, dtype: Any) -> bool:

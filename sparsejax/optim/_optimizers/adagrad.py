@@ -7,7 +7,6 @@ not cover.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._arguments import Scalar
-from sparsejax._rows import indexing
 from sparsejax.optim._optimizers import base
 
 
@@ -71,9 +69,7 @@ def rowwise_adagrad(
       Caffe2, `RowWiseSparseAdagrad`; FBGEMM, `EXACT_ROWWISE_ADAGRAD`; Duchi et al.,
       2011, "Adaptive Subgradient Methods".
     """
-    _check(learning_rate, initial_accumulator_value, eps)
-    outside = lambda h: base.root(h) + base.like(eps, h)
-    return _adagrad(learning_rate, initial_accumulator_value, outside, by_row=True)
+    return _adagrad(learning_rate, initial_accumulator_value, eps, by_row=True)
 
 
 def group_adagrad(
@@ -113,9 +109,9 @@ def group_adagrad(
     References:
       MXNet, `contrib.group_adagrad_update`.
     """
-    _check(learning_rate, initial_accumulator_value, eps)
-    inside = lambda h: base.root(h + base.like(eps, h))
-    return _adagrad(learning_rate, initial_accumulator_value, inside, by_row=True)
+    return _adagrad(
+        learning_rate, initial_accumulator_value, eps, by_row=True, eps_in_root=True
+    )
 
 
 def adagrad(
@@ -163,29 +159,29 @@ def adagrad(
       Duchi et al., 2011, "Adaptive Subgradient Methods"; PyTorch, `optim.Adagrad`;
       Caffe2, `SparseAdagrad`; PaddlePaddle, `adagrad`.
     """
-    _check(learning_rate, initial_accumulator_value, eps)
-    outside = lambda h: base.root(h) + base.like(eps, h)
-    return _adagrad(learning_rate, initial_accumulator_value, outside, by_row=False)
-
-
-def _check(learning_rate: Any, initial: Any, eps: Any) -> None:
-    base.check_not_negative(
-        learning_rate=learning_rate, initial_accumulator_value=initial, eps=eps
-    )
+    return _adagrad(learning_rate, initial_accumulator_value, eps, by_row=False)
 
 
 def _adagrad(
-    learning_rate: Any, initial: Any, scale: Callable, by_row: bool
+    learning_rate: Any,
+    initial_accumulator_value: Any,
+    eps: Any,
+    *,
+    by_row: bool,
+    eps_in_root: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """Makes an AdaGrad that divides by `scale(accumulator)`."""
+    """AdaGrad with one accumulator per row or per coordinate."""
+    base.check_not_negative(
+        learning_rate=learning_rate,
+        initial_accumulator_value=initial_accumulator_value,
+        eps=eps,
+    )
+    zeros = base.row_zeros if by_row else base.zeros
 
     def init(params):
-        def start(p):
-            zeros = jnp.zeros_like(p, dtype=indexing.accumulator_dtype(p.dtype))
-            zeros = base.row_zeros(p) if by_row else zeros
-            return zeros + base.like(initial, zeros)
-
-        return AdagradState(jnp.zeros((), jnp.int32), jax.tree.map(start, params))
+        start = lambda x: x + base.like(initial_accumulator_value, x)
+        sums = jax.tree.map(lambda p: start(zeros(p)), params)
+        return AdagradState(jnp.zeros((), jnp.int32), sums)
 
     def update(updates, state, params=None):
         rate = base.at(learning_rate, state.count)
@@ -194,8 +190,9 @@ def _adagrad(
             gradient = g.astype(h.dtype)
             square = gradient * gradient
             new_h = h + (base.row_mean(square) if by_row else square)
-            divisor = scale(new_h)
-            divisor = base.per_row(divisor, g) if by_row else divisor
+            small = base.like(eps, h)
+            root = base.root(new_h + small if eps_in_root else new_h)
+            divisor = base.per_row(root if eps_in_root else root + small, g)
             step = -base.like(rate, h) * base.divide(gradient, divisor)
             return step.astype(base.result_dtype(g, w)), new_h
 

@@ -23,7 +23,6 @@ import optax
 from jax.typing import DTypeLike
 
 from sparsejax._arguments import Scalar
-from sparsejax._rows import indexing
 from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
@@ -91,7 +90,6 @@ def rowwise_adam(
       Caffe2, `RowWiseSparseAdam`; FBGEMM, `PARTIAL_ROWWISE_ADAM`; Kingma and Ba, 2015,
       "Adam".
     """
-    _check(learning_rate, b1, b2, eps)
     return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype)
 
 
@@ -145,7 +143,6 @@ def row_count_adam(
     References:
       FBGEMM, Adam with `use_rowwise_bias_correction`.
     """
-    _check(learning_rate, b1, b2, eps)
     return _adam(learning_rate, b1, b2, eps, False, True, mu_dtype)
 
 
@@ -199,7 +196,7 @@ def partial_rowwise_lamb(
       FBGEMM, `PARTIAL_ROWWISE_LAMB`; You et al., 2020, "Large Batch Optimization for
       Deep Learning: Training BERT in 76 minutes".
     """
-    _check(learning_rate, b1, b2, eps, weight_decay=weight_decay)
+    base.check_not_negative(weight_decay=weight_decay)
 
     def direction(r, w):
         checks.require_params(
@@ -216,11 +213,6 @@ def partial_rowwise_lamb(
     return _adam(learning_rate, b1, b2, eps, True, row_count, mu_dtype, direction)
 
 
-def _check(learning_rate: Any, b1: Any, b2: Any, eps: Any, **more) -> None:
-    base.check_decay_rates(b1=b1, b2=b2)
-    base.check_not_negative(learning_rate=learning_rate, eps=eps, **more)
-
-
 def _adam(
     learning_rate: Any,
     b1: Any,
@@ -232,50 +224,45 @@ def _adam(
     direction: Callable = lambda r, w: r,
 ) -> optax.GradientTransformationExtraArgs:
     """Takes steps of `-learning_rate * direction(r, w)`, with r as above."""
+    base.check_decay_rates(b1=b1, b2=b2)
+    base.check_not_negative(learning_rate=learning_rate, eps=eps)
+    zeros = base.row_zeros if rowwise_nu else base.zeros
 
     def init(params):
-        def first(p):
-            dtype = mu_dtype or indexing.accumulator_dtype(p.dtype)
-            return jnp.zeros_like(p, dtype=dtype)
-
-        def second(p):
-            wide = indexing.accumulator_dtype(p.dtype)
-            return base.row_zeros(p) if rowwise_nu else jnp.zeros_like(p, dtype=wide)
-
+        mu = jax.tree.map(lambda p: base.zeros(p, mu_dtype), params)
+        nu = jax.tree.map(zeros, params)
         touched = None
         if by_row_count:
             touched = jax.tree.map(lambda p: base.row_zeros(p, jnp.int32), params)
-        mu, nu = jax.tree.map(first, params), jax.tree.map(second, params)
         return RowwiseAdamState(jnp.zeros((), jnp.int32), mu, nu, touched)
 
     def update(updates, state, params=None):
         rate = base.at(learning_rate, state.count)
-        steps = optax.safe_increment(state.count)
 
-        def rule(g, mu, nu, *rest):
-            *touched, w = rest
-            times = optax.safe_increment(touched[0]) if touched else steps
-            wide = nu.dtype
-            gradient = g.astype(wide)
+        def rule(g, mu, nu, count, w):
+            count = optax.safe_increment(count)
+            gradient = g.astype(nu.dtype)
             square = gradient * gradient
             square = base.row_mean(square) if rowwise_nu else square
-            new_mu = _moment(b1, mu.astype(wide), gradient)
+            new_mu = _moment(b1, mu.astype(nu.dtype), gradient)
             new_nu = _moment(b2, nu, square)
 
-            corrections = (base.bias_correction(b, times, wide) for b in (b1, b2))
-            first, second = corrections
-            if not rowwise_nu:
-                second = base.per_row(second, g)
-            divisor = base.root(new_nu / second) + base.like(eps, nu)
-            divisor = base.per_row(divisor, g) if rowwise_nu else divisor
+            first, second = (base.bias_correction(b, count, nu.dtype) for b in (b1, b2))
+            divisor = base.root(new_nu / base.per_row(second, nu)) + base.like(eps, nu)
+            divisor = base.per_row(divisor, g)
             r = base.divide(new_mu / base.per_row(first, g), divisor)
             step = -base.like(rate, nu) * direction(r, w)
-            new = new_mu.astype(mu.dtype), new_nu, *([times] if touched else [])
-            return step.astype(base.result_dtype(g, w)), *new
+            step = step.astype(base.result_dtype(g, w))
+            return step, new_mu.astype(mu.dtype), new_nu, count
 
-        states = state.mu, state.nu, *([state.row_count] if by_row_count else [])
-        updates, *new = base.map_leaves(rule, updates, states, params)
-        return updates, RowwiseAdamState(steps, *new)
+        counts = state.row_count
+        if not by_row_count:  # all steps
+            counts = jax.tree.map(lambda _: state.count, state.nu)
+        states = state.mu, state.nu, counts
+        updates, mu, nu, counts = base.map_leaves(rule, updates, states, params)
+        count = optax.safe_increment(state.count)
+        counts = counts if by_row_count else None
+        return updates, RowwiseAdamState(count, mu, nu, counts)
 
     return base.dense_or_rows(init, update, RowwiseAdamState)
 

@@ -88,6 +88,12 @@ def map_leaves(
     return [treedef.unflatten([r[k] for r in results]) for k in range(count)]
 
 
+def widest_dtype(params: Any) -> Any:
+    """Returns the widest accumulator dtype of the leaves, at least float32."""
+    dtypes = [indexing.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
+    return indexing.promote(jnp.float32, *dtypes)
+
+
 def result_dtype(g: jax.Array, w: Any) -> Any:
     """Returns an update's dtype: the wider one of the gradient's and the weights'."""
     return g.dtype if w is None else indexing.promote(g.dtype, w.dtype)
@@ -141,6 +147,11 @@ def log(decay: Any) -> Any:
 
 
 # ------------------------------------------------------------------ rows
+
+
+def zeros(p: Any, dtype: Any = None) -> jax.Array:
+    """Makes zeros like `p`, by default in the accumulator dtype."""
+    return jnp.zeros_like(p, dtype=dtype or indexing.accumulator_dtype(p.dtype))
 
 
 def row_zeros(p: Any, dtype: Any = None) -> jax.Array:
@@ -241,11 +252,8 @@ def _check_same_tree(params: Any, tree: Any) -> None:
     """Raises a ValueError unless `params` have the structure of `tree`."""
     structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
     if len(set(structures)) > 1:
-        hint = _arguments.show_mismatch(params, tree, trees.is_leaf)
-        if not isinstance(tree, (dict, list, tuple)):
-            hint += " With flax.nnx pass nnx.state(model, nnx.Param)."
         raise ValueError(
             "params must be all parameters that the optimizer trains, "
             f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}. "
-            f"{hint.strip()}"
+            "With flax.nnx pass nnx.state(model, nnx.Param)."
         )

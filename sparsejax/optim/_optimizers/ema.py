@@ -25,7 +25,6 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree, Scalar
-from sparsejax._rows import indexing
 from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
@@ -100,14 +99,11 @@ def ema(
     debias = _arguments.check_bool("debias", debias)
 
     def init(params):
-        wide = lambda p: accumulator_dtype or indexing.accumulator_dtype(p.dtype)
-        average = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=wide(p)), params)
+        average = jax.tree.map(lambda p: base.zeros(p, accumulator_dtype), params)
         last = jax.tree.map(lambda p: base.row_zeros(p, jnp.int32), params)
-        dtypes = [indexing.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
-        dtype = indexing.promote(jnp.float32, *dtypes)
-        log_decay, corrected = (
-            jnp.asarray(x, dtype) for x in (base.log(decay), debias)
-        )
+        dtype = base.widest_dtype(params)
+        log_decay = jnp.asarray(base.log(decay), dtype)
+        corrected = jnp.asarray(debias, dtype)
         return EmaState(jnp.zeros((), jnp.int32), log_decay, corrected, average, last)
 
     def update(updates, state, params=None):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from sparsejax._arguments import Scalar
-from sparsejax._rows import indexing
 from sparsejax.optim import _checks as checks
 from sparsejax.optim._optimizers import base
 
@@ -78,8 +77,7 @@ def ftrl(
     base.check_not_negative(beta=beta, l1=l1, l2=l2)
 
     def init(params):
-        wide = lambda p: jnp.zeros_like(p, dtype=indexing.accumulator_dtype(p.dtype))
-        z, n = jax.tree.map(wide, params), jax.tree.map(wide, params)
+        z, n = jax.tree.map(base.zeros, params), jax.tree.map(base.zeros, params)
         return FtrlState(jnp.zeros((), jnp.int32), z, n)
 
     def update(updates, state, params=None):

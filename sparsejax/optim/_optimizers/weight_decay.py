@@ -87,28 +87,22 @@ def weight_decay(
       Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization".
     """
     base.check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
-    if isinstance(weight_decay, (int, float)) and isinstance(
-        learning_rate, (int, float)
-    ):
-        lost = weight_decay * learning_rate
-        if lost >= 1:
-            raise ValueError(
-                f"weight_decay * learning_rate, the fraction of the weights "
-                f"that a step removes, must be less than 1, got {lost}. Pass what "
-                "optax.adamw takes as weight_decay."
-            )
 
     def init(params):
-        dtypes = [indexing.accumulator_dtype(p.dtype) for p in jax.tree.leaves(params)]
-        dtype = indexing.promote(jnp.float32, *dtypes)
+        dtype = base.widest_dtype(params)
         start = lambda p: jnp.zeros((*jnp.shape(p)[:1], 2), dtype)
         count, log_decay = jnp.zeros((), jnp.int32), jnp.zeros((2,), dtype)
         return WeightDecayState(count, log_decay, jax.tree.map(start, params))
 
     def update(updates, state, params=None):
         checks.require_params(params, "the decay is a fraction of the weights")
-        step = _log_of_step(weight_decay, base.at(learning_rate, state.count), state)
-        log_decay = base.add_as_two(state.log_decay, step)
+        lost = base.like(weight_decay, state.log_decay)
+        lost *= base.like(base.at(learning_rate, state.count), lost)
+        # Below 1, so that L is finite.
+        most = np.nextafter(np.ones((), lost.dtype), np.zeros((), lost.dtype))
+        log_decay = base.add_as_two(
+            state.log_decay, jnp.log1p(-jnp.minimum(lost, most))
+        )
 
         def rule(u, decayed, w):
             wide = indexing.accumulator_dtype(indexing.promote(u.dtype, w.dtype))
@@ -164,17 +158,6 @@ def flush_weight_decay(params: PyTree, state: PyTree) -> tuple[Any, Any]:
 
     fields = ("decayed",)
     return base.catch_up("weight_decay", WeightDecayState, fields, decay, params, state)
-
-
-def _log_of_step(rate: Any, learning_rate: Any, state: WeightDecayState) -> jax.Array:
-    """Returns `log(1 - lr * rate)` of one step."""
-    if all(isinstance(x, (int, float, np.floating)) for x in (rate, learning_rate)):
-        return base.like(np.log1p(-np.float64(rate * learning_rate)), state.log_decay)
-    rate = base.like(rate, state.log_decay)
-    taken = rate * base.like(learning_rate, state.log_decay)
-    # The value of a schedule cannot be checked. Keep it below 1, so that L is finite.
-    most = np.nextafter(np.ones((), taken.dtype), np.zeros((), taken.dtype))
-    return jnp.log1p(-jnp.minimum(taken, most))
 
 
 def _missed(log_decay: jax.Array, decayed: jax.Array, w: jax.Array) -> jax.Array:

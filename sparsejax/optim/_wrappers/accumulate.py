@@ -125,8 +125,6 @@ def accumulate(
     every_k: Any = every_k_schedule
     if not callable(every_k):
         hint = " Or pass a function of the step."
-        if isinstance(every_k, bool):
-            raise TypeError(f"every_k_schedule must be a positive int, got {every_k}.")
         every_k = _arguments.static_int("every_k_schedule", every_k, 1, hint)
 
     def init(params):
@@ -137,12 +135,8 @@ def accumulate(
         buffers = map(_empty, leaves, _slots(params, capacity), stacks)
         rows, sums = (treedef.unflatten(x) for x in zip(*buffers))
         # Separate arrays, since no buffer can be donated twice.
-        mini_step, gradient_step, overflow = (
-            jnp.zeros((), jnp.int32) for _ in range(3)
-        )
-        return AccumulateState(
-            mini_step, gradient_step, inner_state, sums, rows, overflow
-        )
+        zero = lambda: jnp.zeros((), jnp.int32)
+        return AccumulateState(zero(), zero(), inner_state, sums, rows, zero())
 
     def update(updates, state, params=None, **extra_args):
         grads, treedef = trees.flatten(updates)
@@ -160,25 +154,18 @@ def accumulate(
         k = every_k(state.gradient_step) if callable(every_k) else every_k
         k = jnp.asarray(k, jnp.int32)
         due = state.mini_step >= k - 1
+        mean = lambda: treedef.unflatten(_mean(*xs, k) for xs in zip(buffers, grads))
         updates, inner_state = update_if(
-            due,
-            inner,
-            lambda: treedef.unflatten(_mean(*pair, k) for pair in zip(buffers, grads)),
-            state.inner_opt_state,
-            params,
-            extra_args,
+            due, inner, mean, state.inner_opt_state, params, extra_args
         )
-        state = AccumulateState(
-            jnp.where(due, 0, state.mini_step + 1),
-            state.gradient_step + due.astype(jnp.int32),
-            inner_state,
-            state.acc_grads,
-            state.acc_rows,
-            overflow,
+        state = state._replace(
+            mini_step=jnp.where(due, 0, state.mini_step + 1),
+            gradient_step=state.gradient_step + due.astype(jnp.int32),
+            inner_opt_state=inner_state,
+            overflow=overflow,
         )
-        return updates, with_held_gradients(
-            state, [_emptied(due, buffer) for buffer in buffers], treedef
-        )
+        emptied = [_emptied(due, buffer) for buffer in buffers]
+        return updates, with_held_gradients(state, emptied, treedef)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -216,21 +203,18 @@ def update_if(
 
     def step(state, params):
         updates, new = tx.update(make_grads(), state, params, **extra_args)
-        return updates, jax.tree.map(_keep_dtype, state, new)
-
-    def look(state, params):
-        out = step(state, params)
+        out = updates, jax.tree.map(_keep_dtype, state, new)
         types[:] = map(_placement, jax.tree.leaves(out))
-        return out[0]
+        return out
 
-    spec = jax.eval_shape(look, state, params)
+    spec, _ = jax.eval_shape(step, state, params)
 
     def skip(state, params):
         del params
-        # Strong types, as after a step, so that the caller is compiled once.
-        state = jax.tree.map(_strong, state)
         # Row ids of zeros are empty slots.
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec), state
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec)
+        # Strong types, as after a step, so that the caller is compiled once.
+        return zeros, jax.tree.map(_strong, state)
 
     def of_one_type(branch):
         """Gives the results of both branches the shardings of a step."""
@@ -291,10 +275,10 @@ def with_held_gradients(
     state: AccumulateState, buffers: list[Any], treedef: Any
 ) -> AccumulateState:
     """Returns the state with other buffers."""
-    is_rows = [isinstance(buffer, SelectedRows) for buffer in buffers]
-    rows = treedef.flatten_up_to(state.acc_rows)
-    rows = [x.rows if has else old for x, has, old in zip(buffers, is_rows, rows)]
-    sums = [buffer.values if has else buffer for buffer, has in zip(buffers, is_rows)]
+    rows, sums = treedef.flatten_up_to(state.acc_rows), list(buffers)
+    for i, buffer in enumerate(buffers):
+        if isinstance(buffer, SelectedRows):
+            rows[i], sums[i] = buffer.rows, buffer.values
     rows, sums = map(treedef.unflatten, (rows, sums))
     return state._replace(acc_grads=sums, acc_rows=rows)
 
@@ -350,12 +334,9 @@ def _mean(held: Any, grad: Any, k: jax.Array) -> Any:
     """Returns the mean of k gradients, dense or SelectedRows like the last one."""
     if trees.is_none_or_masked(held):
         return held
-    if not isinstance(held, SelectedRows):
-        return held / k.astype(held.dtype)
-    if isinstance(grad, SelectedRows):
-        return held / k.astype(held.dtype)
-    values = indexing.zero_unless(held.filled(), held.values)
-    return stacked_rows(held, values) / k.astype(held.dtype)
+    if isinstance(held, SelectedRows) and not isinstance(grad, SelectedRows):
+        held = stacked_rows(held, indexing.zero_unless(held.filled(), held.values))
+    return held / k.astype(held.dtype)
 
 
 def _emptied(due: jax.Array, held: Any) -> Any:
@@ -387,25 +368,27 @@ def _slots(params: Any, capacity: Any) -> list[int | None]:
 
 def _check_slots(updates: Any, i: int, held: Any, grad: Any) -> None:
     """Raises a ValueError if the gradient of leaf i does not match its buffer."""
-    where = lambda: trees.leaf_paths(updates, "grads")[i]
+    wrong = None
     if not isinstance(held, SelectedRows):
         if isinstance(grad, SelectedRows):
-            raise ValueError(
-                f"{where()} is a SelectedRows, but its leaf has no slots: its "
-                "capacity is None, or capacity is one int, which gives slots only to "
-                "leaves of rank 2 or more. Pass capacity as a tree with an int for "
-                "this leaf."
+            wrong = (
+                "is a SelectedRows, but its leaf has no slots: its capacity is None, "
+                "or capacity is one int, which gives slots only to leaves of rank 2 or "
+                "more. Pass capacity as a tree with an int for this leaf."
             )
-    elif isinstance(grad, SelectedRows) and grad.row_shape != held.row_shape:
+    elif not isinstance(grad, SelectedRows):
+        if held.capacity < held.height:
+            wrong = (
+                f"is a dense gradient of {held.height} rows, but its leaf has only "
+                f"{held.capacity} slots. Pass capacity as a tree with None for this "
+                'leaf, for example {"table": 4096, "kernel": None}.'
+            )
+    elif grad.row_shape != held.row_shape:
         row_shape, slots = ("x".join(map(str, x.row_shape)) for x in (grad, held))
-        raise ValueError(
-            f"{where()} has {row_shape} rows, but the slots of its leaf are for "
-            f"{slots} rows. Pass stacked=True, or a tree with True for this leaf, if "
-            "it is a stack of tables [K, V, ...] read at (k, v)."
+        wrong = (
+            f"has {row_shape} rows, but the slots of its leaf are for {slots} rows. "
+            "Pass stacked=True, or a tree with True for this leaf, if it is a stack of "
+            "tables [K, V, ...] read at (k, v)."
         )
-    elif not isinstance(grad, SelectedRows) and held.capacity < held.height:
-        raise ValueError(
-            f"{where()} is a dense gradient of {held.height} rows, but its "
-            f"leaf has only {held.capacity} slots. Pass capacity as a tree with None "
-            'for this leaf, for example {"table": 4096, "kernel": None}.'
-        )
+    if wrong:
+        raise ValueError(f"{trees.leaf_paths(updates, 'grads')[i]} {wrong}")

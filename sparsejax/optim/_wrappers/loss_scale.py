@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from sparsejax import _arguments
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import state_sharding
+from sparsejax.optim._optimizers import base
 from sparsejax.optim._wrappers.accumulate import update_if
 
 
@@ -91,38 +91,29 @@ def dynamic_loss_scale(
       scaling; `jmp.DynamicLossScale`.
     """
     checks.check_transformation(tx, "lazy(optax.adam(1e-3))")
-    try:
-        is_valid = initial_scale >= 1 and factor > 1 and growth_interval >= 1
-    except TypeError:  # a string, or None
-        is_valid = False
-    if not is_valid:
-        raise ValueError(
-            f"requires initial_scale >= 1, factor > 1 and growth_interval >= 1,"
-            f" got {_arguments.show(initial_scale)}, {_arguments.show(factor)} and "
-            f"{_arguments.show(growth_interval)}."
-        )
+    at_least_one = "at least 1", lambda x: x >= 1
+    base.check("initial_scale", initial_scale, *at_least_one)
+    base.check("growth_interval", growth_interval, *at_least_one)
+    base.check("factor", factor, "more than 1", lambda x: x > 1)
     inner = optax.with_extra_args_support(tx)
     by = np.float32(factor)
 
-    def counters(params):
-        del params
-        scale = jnp.asarray(initial_scale, jnp.float32)
-        # Separate arrays, since no buffer can be donated twice.
-        return scale, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-
     def init(params):
-        scale, good_steps, skipped = state_sharding.init(counters, params)
-        return LossScaleState(scale, good_steps, skipped, tx.init(params))
+        # Separate arrays, since no buffer can be donated twice.
+        numbers = lambda _: [
+            jnp.asarray(initial_scale, jnp.float32),
+            *(jnp.zeros((), jnp.int32) for _ in range(2)),
+        ]
+        return LossScaleState(*state_sharding.init(numbers, params), tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
         checks.check_state(state, LossScaleState)
         leaves, treedef = trees.flatten(updates)
         grads = [_unscale(g, state.scale) for g in leaves]
+        values = [g.values if isinstance(g, SelectedRows) else g for g in grads]
         finite = jnp.asarray(True)
-        for g in grads:
-            if not trees.is_none_or_masked(g):
-                values = g.values if isinstance(g, SelectedRows) else g
-                finite &= jnp.all(jnp.isfinite(values))
+        for x in jax.tree.leaves(values):
+            finite &= jnp.all(jnp.isfinite(x))
         updates, inner_state = update_if(
             finite,
             inner,

@@ -129,13 +129,12 @@ def rounding(
 
     def init(params):
         leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
-        narrow = [_is_narrow(w) for w in leaves]
         wide_init = lambda wide: tx.init(treedef.unflatten(map(_widen, wide)))
         if any(map(is_quantized, leaves)):
             wide_init = jax.jit(wide_init)  # which needs no floats for state of zeros
         # Not the arrays that `tx` gets: it may keep these, and no buffer can be donated
         # twice.
-        copies = [_widen(w) if n else None for w, n in zip(leaves, narrow)]
+        copies = (_widen(w) if _is_narrow(w) else None for w in leaves)
         return RoundingState(
             state_sharding.init(lambda _: jnp.zeros((), jnp.int32), params),
             wide_init(leaves),
@@ -148,25 +147,24 @@ def rounding(
         weights = trees.flatten_params(updates, params)
         assert weights is not None
         checks.check_state(state, RoundingState)
-        narrow = [_is_narrow(w) for w in weights]
+        narrow = [i for i, w in enumerate(weights) if _is_narrow(w)]
         copies = list(weights)
-        if master:
-            copies = treedef.flatten_up_to(state.master)
-            copies = [c if n else w for c, w, n in zip(copies, weights, narrow)]
-        else:  # tables stay narrow, since a wide copy would have their full size
-            for i, grad in enumerate(grads):
-                is_rows = is_selected_rows(grad) or is_quantized(weights[i])
-                if narrow[i] and not is_rows:
-                    copies[i] = _widen(copies[i])
-        for i, (w, grad) in enumerate(zip(weights, grads)):
-            if is_quantized(w) and not is_selected_rows(grad) and grad is not None:
-                where = trees.leaf_paths(updates, "grads")[i]
+        masters = treedef.flatten_up_to(state.master) if master else []
+        for i in narrow:
+            grad, is_codes = grads[i], is_quantized(weights[i])
+            is_rows = is_selected_rows(grad)
+            if is_codes and not is_rows and grad is not None:
                 raise TypeError(
-                    f"{where} must be a SelectedRows, since its parameter is a "
-                    f"QuantizedTable, got {_arguments.kind_of(grad)}. Differentiate "
-                    "the rows that are read: table.pull(ids) in the table's place."
+                    f"{trees.leaf_paths(updates, 'grads')[i]} must be a SelectedRows, "
+                    "since its parameter is a QuantizedTable, got "
+                    f"{_arguments.kind_of(grad)}. Differentiate the rows that are "
+                    "read: table.pull(ids) in the table's place."
                 )
-        grads = [_widen(g) if n else g for g, n in zip(grads, narrow)]
+            grads[i] = _widen(grad)
+            if master:
+                copies[i] = masters[i]
+            elif not (is_rows or is_codes):  # a wide copy of a table has its full size
+                copies[i] = _widen(copies[i])
         updates, inner_state = inner.update(
             treedef.unflatten(grads),
             state.inner_state,
@@ -174,20 +172,19 @@ def rounding(
             **extra_args,
         )
         updates = treedef.flatten_up_to(updates)
-        for i, w in enumerate(weights):
-            if narrow[i] and not trees.is_none_or_masked(updates[i]):
+        masters = [None] * len(weights)
+        for i in narrow:
+            w, masters[i] = weights[i], copies[i]
+            if not trees.is_none_or_masked(updates[i]):
                 leaf_key = None
                 if key is not None:
                     leaf_key = jax.random.fold_in(key, state.step)
                     leaf_key = jax.random.fold_in(leaf_key, i)
                 apply = _apply_to_quantized if is_quantized(w) else _apply
-                updates[i], copies[i] = apply(w, copies[i], updates[i], leaf_key)
-        copies = [c if n else None for c, n in zip(copies, narrow)]
-        return treedef.unflatten(updates), RoundingState(
-            state.step + 1,
-            inner_state,
-            treedef.unflatten(copies) if master else (),
-        )
+                updates[i], masters[i] = apply(w, copies[i], updates[i], leaf_key)
+        masters = treedef.unflatten(masters) if master else ()
+        state = RoundingState(state.step + 1, inner_state, masters)
+        return treedef.unflatten(updates), state
 
     return trees.transformation(init, update)
 

@@ -99,9 +99,9 @@ def track_changes(
 
         def marks(params):
             leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
-            flags = [jnp.zeros(x.shape[:1], bool) for x, w in zip(leaves, wanted) if w]
-            remaining = iter(flags)
-            return treedef.unflatten([next(remaining) if w else None for w in wanted])
+            zeros = lambda x: jnp.zeros(x.shape[:1], bool)
+            flags = (zeros(x) if w else None for x, w in zip(leaves, wanted))
+            return treedef.unflatten(flags)
 
         return TrackChangesState(tx.init(params), state_sharding.init(marks, params))
 
@@ -111,15 +111,7 @@ def track_changes(
             updates, state.inner_state, params, **extra_args
         )
         leaves, treedef = jax.tree.flatten(updates, is_leaf=_is_leaf)
-        try:
-            flags = treedef.flatten_up_to(state.changed)
-        except ValueError:
-            raise ValueError(
-                "updates and state must be of the same tree structure, got "
-                f"{_arguments.show_tree(updates, is_selected_rows)} and "
-                f"{_arguments.show_tree(state.changed)}. Pass the state of init for "
-                "these parameters."
-            ) from None
+        flags = treedef.flatten_up_to(state.changed)
         for i, (update, flag) in enumerate(zip(leaves, flags)):
             if flag is not None:
                 flags[i] = _mark(jnp.asarray(flag), update)
@@ -184,20 +176,8 @@ def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
             "jit, vmap, grad or scan. Call it between steps."
         )
     is_leaf = lambda x: _is_leaf(x) or state_sharding.is_sharded_table(x)
-    leaves, treedef = jax.tree.flatten(params, is_leaf=is_leaf)
-    try:
-        flags = treedef.flatten_up_to(ours.changed)
-    except ValueError:
-        flags = None
-    if flags is None or any(
-        flag is not None and tuple(leaf.shape[:1]) != tuple(flag.shape)
-        for leaf, flag in zip(leaves, flags)
-    ):
-        raise ValueError(
-            f"params and state must be of the same tables, got "
-            f"{_arguments.show_tree(params)} and {_arguments.show_tree(ours.changed)}. "
-            "Pass the parameters that the state was made for."
-        )
+    treedef = jax.tree.structure(params, is_leaf=is_leaf)
+    flags = treedef.flatten_up_to(ours.changed)
     ids = [_ids(flag) for flag in flags]
     # New arrays, which a step may donate; sharded as the old ones.
     cleared = jax.tree.map(_zeros_like, ours.changed)

@@ -1,0 +1,719 @@
+"""Our own optimizers: their rules in NumPy, and the properties that all of them share.
+
+Each takes dense and SelectedRows gradients, bare and inside of `lazy(chain(...))`,
+under strict promotion.
+"""
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import sparsejax as sj
+from helpers import (
+    IN_PLACE,
+    assert_lazy_step,
+    assert_no_dense,
+    assert_same_bits,
+    assert_trees_close,
+    is_rows,
+    to_dense,
+)
+from optimizers import V, make_grads, make_params
+from sparsejax import optim
+from sparsejax.optim import lazy
+
+
+LR = 0.1
+SCHEDULE = optax.linear_schedule(LR, 0.01, 5)
+QUICKLY = {"xla_backend_optimization_level": 0}  # to compile, for little to run
+
+MAKERS = {
+    "ftrl": lambda lr=LR: optim.ftrl(lr, l1=0.05, l2=0.01),
+    "adagrad": lambda lr=LR: optim.adagrad(lr, 0.1),
+    "rowwise_adagrad": lambda lr=LR: optim.rowwise_adagrad(lr),
+    "group_adagrad": lambda lr=LR: optim.group_adagrad(lr),
+    "rowwise_adam": lambda lr=LR: optim.rowwise_adam(lr),
+    "rowwise_adam_row_count": lambda lr=LR: optim.rowwise_adam(lr, row_count=True),
+    "row_count_adam": lambda lr=LR: optim.row_count_adam(lr),
+    "partial_rowwise_lamb": lambda lr=LR: optim.partial_rowwise_lamb(
+        lr, weight_decay=0.01
+    ),
+    "weight_decay": lambda lr=LR: optim.weight_decay(0.5, lr),
+    "ema": lambda lr=LR: optim.ema(0.9),
+}
+each = pytest.mark.parametrize("name", MAKERS)
+# One of each file, for tests in which the rule matters less.
+some = pytest.mark.parametrize(
+    "name", ["ftrl", "rowwise_adagrad", "rowwise_adam_row_count", "weight_decay"]
+)
+
+
+@functools.cache
+def made(name):
+    """A transformation and its jitted step, which is judged once."""
+    tx = MAKERS[name]()
+    return tx, jax.jit(functools.partial(_step, tx), compiler_options=QUICKLY)
+
+
+def _step(tx, grads, state, params):
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, updates
+
+
+def _kinds(tree):
+    return jax.tree.map(lambda x: (x.shape, str(x.dtype)), tree)
+
+
+def _draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+# ------------------------------------------------------------------ what all share
+
+
+@pytest.mark.slow
+@each
+def test_rows_are_the_dense_run_with_other_rows_put_back(name):
+    tx, step = made(name)
+    params = make_params()
+    state = tx.init(params)
+
+    def dense_step(params, state, grads):
+        *after, updates = step(grads, state, params)
+        assert not is_rows(updates["table"])
+        return after
+
+    for t in range(3):
+        grads = make_grads(t)  # duplicates, empty slots with NaN
+        *found, updates = step(grads, state, params)
+        assert is_rows(updates["table"])
+        assert _kinds(found) == _kinds([params, state])
+        assert_lazy_step(tx, dense_step, (params, state), grads, found)
+        params, state = found
+    assert step._cache_size() == 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")  # optax's clip
+@pytest.mark.parametrize("name", ["ftrl", "weight_decay"])
+def test_inside_of_a_lazy_chain(name):
+    """The same as bare, on the clipped merged rows."""
+    tx, step = made(name)
+    params, grads = make_params(), make_grads(0)
+    chain = lazy(optax.chain(optax.clip_by_global_norm(0.5), tx))
+    updates, new = jax.jit(chain.update)(grads, chain.init(params), params)
+    scale = 0.5 / optim.global_norm(grads)
+    clipped = jax.tree.map(lambda g: g * scale, grads, is_leaf=is_rows)
+    _, expected, expected_updates = step(clipped, tx.init(params), params)
+    assert_trees_close(to_dense(updates), to_dense(expected_updates))
+    assert_trees_close(new[1], expected)
+
+
+@each
+def test_nothing_of_the_tables_size_arises(name):
+    tx, _ = made(name)
+    step = lambda *args: _step(tx, *args)[:2]
+    args = make_grads(0), jax.eval_shape(tx.init, make_params()), make_params()
+    assert_no_dense(step, *args, allow=IN_PLACE, heights={V})
+
+
+@some
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_state_is_at_least_float32(name, dtype, x64):
+    """Updates have the parameters' type, so that apply_updates promotes nothing."""
+    tx, _ = made(name)
+    params, grads = make_params(dtype), make_grads(0, dtype)
+    state = jax.eval_shape(tx.init, params)
+    wide = "float32" if dtype == "bfloat16" else dtype
+    assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"int32", wide}
+    for g in (grads, to_dense(grads)):
+        step = functools.partial(_step, tx)
+        new, new_state, updates = jax.eval_shape(step, g, state, params)
+        assert updates["bias"].dtype == updates["table"].dtype == dtype
+        assert _kinds((new, new_state)) == _kinds((params, state))
+
+
+@some
+def test_state_is_a_named_tree_that_goes_on_with_another_rate(name):
+    tx, step = made(name)
+    params, grads = make_params(), to_dense(make_grads(0))
+    _, state, _ = step(grads, tx.init(params), params)
+    early = optax.tree_utils.tree_set(state, count=jnp.zeros((), jnp.int32))
+    assert state.count == 1 and early.count == 0 and early[1:] == state[1:]
+    # A schedule and the old state: from step 1 on.
+    both = MAKERS[name](SCHEDULE), MAKERS[name](SCHEDULE(1))
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def run(*args):
+        return [tx.update(*args) for tx in both]
+
+    assert_trees_close(*run(grads, state, params))
+
+
+@some
+def test_none_and_masked_leaves(name):
+    tx, _ = made(name)
+    params = {"a": jnp.ones((V, 2)), "none": None, "b": jnp.ones(3)}
+    grads = {"a": jnp.ones((V, 2)), "none": None, "b": None}
+    state = tx.init(params)
+    updates, new = jax.jit(tx.update, compiler_options=QUICKLY)(grads, state, params)
+    assert updates["none"] is None and updates["b"] is None
+    leaves = jax.tree_util.tree_leaves_with_path
+    for (path, before), (_, after) in zip(leaves(state), leaves(new)):
+        if "'b'" in jax.tree_util.keystr(path):
+            assert_same_bits(before, after)
+    masked = optax.masked(tx, {"a": True, "none": False, "b": False})
+    grads = {"a": jnp.ones((V, 2)), "none": None, "b": jnp.ones(3)}
+    update = jax.jit(masked.update, compiler_options=QUICKLY)
+    masked_updates, _ = update(grads, masked.init(params), params)
+    assert_trees_close(masked_updates["a"], updates["a"])
+    assert_trees_close(masked_updates["b"], jnp.ones(3))
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_injected_hyperparameters():
+    params, grads = make_params(), make_grads(0)
+    tx, step = made("rowwise_adam")
+    injected = optax.inject_hyperparams(optim.rowwise_adam)(LR)
+    state = injected.init(params)
+    assert state.hyperparams.keys() == {"learning_rate", "b1", "b2", "eps"}
+    updates, _ = jax.jit(injected.update)(grads, state, params)
+    _, _, expected = step(grads, tx.init(params), params)
+    assert_trees_close(to_dense(updates), to_dense(expected), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_in_a_scan_and_under_vmap():
+    """Two copies of a model train beside each other, each for three steps."""
+    tx = optim.rowwise_adam(LR, row_count=True)
+    g = jnp.asarray(_draw(3, 2, 4, 3))
+    rows = jnp.asarray(np.random.default_rng(1).integers(0, 7, (3, 2, 4)))
+
+    def step(carry, x):
+        params, state = carry
+        updates, state = tx.update(sj.SelectedRows(*x, 7), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    def train(params, rows, g):
+        carry, _ = jax.lax.scan(step, (params, tx.init(params)), (rows, g))
+        return carry
+
+    params = jnp.ones((2, 7, 3))
+    together = jax.jit(jax.vmap(train, in_axes=(0, 1, 1)))(params, rows, g)
+    alone = [jax.jit(train)(params[k], rows[:, k], g[:, k]) for k in range(2)]
+    assert_trees_close(together, jax.tree.map(lambda *x: jnp.stack(x), *alone))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optim.ftrl(0.0),
+        lambda: optim.ftrl(0.1, l1=-1.0),
+        lambda: optim.rowwise_adagrad(-0.1),
+        lambda: optim.adagrad(0.1, -1.0),
+        lambda: optim.rowwise_adam(0.1, b2=1.0),
+        lambda: optim.row_count_adam(0.1, b1=-0.1),
+        lambda: optim.partial_rowwise_lamb(0.1, weight_decay=-1.0),
+        lambda: optim.ema(1.0),
+        lambda: optim.weight_decay(-0.1),
+    ],
+)
+def test_what_is_out_of_range_is_refused(make):
+    with pytest.raises(ValueError, match="must be"):
+        make()
+
+
+@pytest.mark.parametrize("name", ["partial_rowwise_lamb", "weight_decay", "ema"])
+def test_params_are_asked_for(name):
+    tx, _ = made(name)
+    for grads in (make_grads(0), to_dense(make_grads(0))):
+        with pytest.raises(ValueError, match="params"):
+            tx.update(grads, tx.init(make_params()))
+
+
+# ------------------------------------------------------------------ adagrad, adam, lamb
+
+STEPS = 5
+
+
+def _wide(h, g):
+    return h.reshape(h.shape + (1,) * (g.ndim - 1))
+
+
+def _mean(g):
+    return np.mean(g * g, axis=tuple(range(1, g.ndim)))
+
+
+def adagrad(w, g, s, k, seen, eps=1e-10):
+    s["sum_of_squares"] += g * g
+    return w - LR * g / (np.sqrt(s["sum_of_squares"]) + eps)
+
+
+def rowwise_adagrad(w, g, s, k, seen, eps=1e-2):
+    s["sum_of_squares"] += _mean(g)
+    return w - LR * g / (np.sqrt(_wide(s["sum_of_squares"], g)) + eps)
+
+
+def group_adagrad(w, g, s, k, seen, eps=1e-2):
+    s["sum_of_squares"] += _mean(g)
+    return w - LR * g / np.sqrt(_wide(s["sum_of_squares"], g) + eps)
+
+
+def _adam(w, g, s, k, squares, eps=1e-2):
+    s["mu"] = 0.8 * s["mu"] + (1 - 0.8) * g
+    s["nu"] = 0.95 * s["nu"] + (1 - 0.95) * squares
+    k = _wide(np.broadcast_to(k, g.shape[:1]), g)
+    nu = s["nu"] if s["nu"].ndim == g.ndim else _wide(s["nu"], g)
+    return s["mu"] / (1 - 0.8**k) / (np.sqrt(nu / (1 - 0.95**k)) + eps)
+
+
+def rowwise_adam(w, g, s, k, seen):
+    return w - LR * _adam(w, g, s, k, _mean(g))
+
+
+def rowwise_adam_row_count(w, g, s, k, seen):
+    s["row_count"] = seen
+    return w - LR * _adam(w, g, s, seen, _mean(g))
+
+
+def row_count_adam(w, g, s, k, seen):
+    s["row_count"] = seen
+    return w - LR * _adam(w, g, s, seen, g * g)
+
+
+def partial_rowwise_lamb(w, g, s, k, seen):
+    r = _adam(w, g, s, k, _mean(g)) + 0.05 * w
+    norm = lambda x: np.sqrt(np.sum(x * x, axis=tuple(range(1, x.ndim))))
+    return w - LR * _wide(norm(w) / norm(r), r) * r
+
+
+ADAM = {"b1": 0.8, "b2": 0.95, "eps": 1e-2}
+RULES = {
+    adagrad: lambda: optim.adagrad(LR, eps=1e-10),
+    rowwise_adagrad: lambda: optim.rowwise_adagrad(LR, eps=1e-2),
+    group_adagrad: lambda: optim.group_adagrad(LR, eps=1e-2),
+    rowwise_adam: lambda: optim.rowwise_adam(LR, **ADAM),
+    rowwise_adam_row_count: lambda: optim.rowwise_adam(LR, **ADAM, row_count=True),
+    row_count_adam: lambda: optim.row_count_adam(LR, **ADAM),
+    partial_rowwise_lamb: lambda: optim.partial_rowwise_lamb(
+        LR, **ADAM, weight_decay=0.05
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_as_defined(rule):
+    """A table of rank 3 by rows with duplicates, against NumPy on its touched rows."""
+    tx = RULES[rule]()
+    table = np.asarray(make_params(cube=True)["cube"])
+    params, w = jnp.asarray(table), table.astype(np.float64)
+    state = tx.init(params)
+    fields = {
+        f: x for f, x in state._asdict().items() if f != "count" and x is not None
+    }
+    expected = {f: np.asarray(x, np.float64) for f, x in fields.items()}
+    seen = np.zeros(V)
+    update = jax.jit(tx.update)
+    for t in range(STEPS):
+        g = make_grads(t, cube=True)["cube"]
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+
+        merged = g.coalesce()
+        r = np.asarray(merged.rows)[: int(merged.num_rows())]
+        seen[r] += 1
+        rows = {f: x[r] for f, x in expected.items()}
+        values = np.asarray(merged.values, np.float64)[: len(r)]
+        w[r] = rule(w[r], values, rows, t + 1, seen[r])
+        for f in expected:
+            expected[f][r] = rows[f]
+    assert len(r) < V and seen.max() > 1 and state.count == STEPS
+    pairs = [(params, w), *((getattr(state, f), x) for f, x in expected.items())]
+    for got, want in pairs:
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_rows_of_one_number_are_plain_adam():
+    """Also where 1 - b2 is small: optax's own power is off by 1e-5 there."""
+    params = jnp.zeros((V, 1))
+    txs = optim.rowwise_adam(LR), optax.adam(LR), optim.row_count_adam(LR)
+    states, steps = [tx.init(params) for tx in txs], [jax.jit(tx.update) for tx in txs]
+    for g in _draw(3, V, 1):
+        results = [step(g, state) for step, state in zip(steps, states)]
+        states = [state for _, state in results]
+        assert_trees_close(results[0][0], results[1][0], rtol=2e-5)
+        assert_trees_close(results[0][0], results[2][0])  # all rows at each step
+
+
+@pytest.mark.parametrize("make", [optim.rowwise_adagrad, optim.rowwise_adam])
+def test_nothing_is_nothing(make):
+    """A zero gradient with eps = 0 divides nothing by nothing; so its derivative."""
+    tx, zeros = make(LR, eps=0.0), jnp.zeros((V, 2))
+    update = lambda g: tx.update(g, tx.init(zeros), zeros)[0]
+    assert np.all(update(zeros) == 0)
+    assert np.all(np.isfinite(jax.grad(lambda g: jnp.sum(update(g)))(zeros)))
+
+
+def test_lamb_moves_rows_of_zeros():
+    """Their trust ratio is 1, as optax's; FBGEMM's is 0, and 0 / 0 is NaN there."""
+    tx = optim.partial_rowwise_lamb(LR)
+    params = jnp.zeros((V, 2)).at[1].set(3.0)
+    g = jnp.zeros((V, 2)).at[0].set(1.0)
+    updates, _ = tx.update(g, tx.init(params), params)
+    np.testing.assert_allclose(updates[0], [-LR, -LR], rtol=1e-6)
+    assert np.all(updates[1:] == 0)
+
+
+def test_a_late_first_step_is_a_whole_one():
+    """With a count for each row it is one learning rate, with optax's it is three."""
+    params, late = jnp.zeros((V, 2)), jnp.ones((V, 2))
+    for tx, size in (
+        (optim.row_count_adam(LR), LR),
+        (optim.rowwise_adam(LR), LR * 0.1 / np.sqrt(0.001)),
+    ):
+        state = tx.init(params)._replace(count=jnp.array(10_000, jnp.int32))
+        updates, _ = tx.update(late, state)
+        np.testing.assert_allclose(updates, -size, rtol=1e-3)
+
+
+def test_bias_leaves_and_rows_without_elements():
+    """In rank 1 each element is a row; a row of no elements has mean 0, not NaN."""
+    params = {"bias": jnp.zeros(3), "scalar": jnp.zeros(()), "empty": jnp.zeros((4, 0))}
+    grads = jax.tree.map(lambda p: p + 2.0, params)
+    tx = optim.rowwise_adagrad(LR)
+    updates, state = tx.update(grads, tx.init(params), params)
+    np.testing.assert_allclose(updates["bias"], [-LR] * 3, rtol=1e-6)
+    np.testing.assert_allclose(updates["scalar"], -LR, rtol=1e-6)
+    assert state.sum_of_squares["scalar"].shape == ()
+    assert np.all(state.sum_of_squares["empty"] == 0)
+
+
+def test_mu_may_be_narrow():
+    tx = optim.rowwise_adam(LR, mu_dtype="bfloat16")
+    params = make_params()
+    for grads in (make_grads(0), to_dense(make_grads(0))):
+        updates, new = jax.eval_shape(tx.update, grads, tx.init(params), params)
+        assert new.mu["table"].dtype == jnp.bfloat16
+        assert new.nu["table"].dtype == updates["table"].dtype == jnp.float32
+
+
+# ------------------------------------------------------------------ ftrl
+
+
+def _ftrl(w, z, n, g, learning_rate, beta=1.0, l1=0.0, l2=0.0):
+    """One step of McMahan et al., 2013, algorithm 1, at each coordinate."""
+    sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / learning_rate
+    z = z + g - sigma * w
+    n = n + g * g
+    with np.errstate(divide="ignore", invalid="ignore"):
+        w = -(z - np.sign(z) * l1) / ((beta + np.sqrt(n)) / learning_rate + l2)
+    return np.where(np.abs(z) <= l1, 0, w), z, n
+
+
+@pytest.mark.parametrize(
+    "hyper",
+    [
+        {"learning_rate": 0.1},
+        {"learning_rate": 0.05, "beta": 0.5, "l1": 0.7, "l2": 0.3},
+        {"learning_rate": 0.2, "beta": 0.0, "l1": 2.0},
+    ],
+)
+def test_ftrl_as_in_the_paper(hyper, x64):
+    tx = optim.ftrl(**hyper)
+    w = _draw(V, 4).astype(np.float64)
+    z = n = np.zeros_like(w)
+    params = jnp.asarray(w)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for g in _draw(6, V, 4, seed=3).astype(np.float64):
+        g[:3] = 0  # rows that have no gradient
+        updates, state = update(jnp.asarray(g), state, params)
+        params = optax.apply_updates(params, updates)
+        w, z, n = _ftrl(w, z, n, g, **hyper)
+        assert_trees_close((params, state.z, state.n), (w, z, n), rtol=1e-9)
+        np.testing.assert_array_equal(params == 0, w == 0)
+    # All weights move: those without history are forgotten, the others are not.
+    assert np.all(params[:3] == 0) and np.any(params[3:] != 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "params_dtype, grads_dtype",
+    [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float32")],
+)
+def test_zeros_of_ftrl_are_exact(params_dtype, grads_dtype):
+    """Whatever the weights were: `old + (0 - old)` is 0, in rows and dense alike."""
+    tx = optim.ftrl(1.0, l1=1.5)
+    start, zeros = jnp.asarray(_draw(V, 4, seed=1), params_dtype), []
+    with jax.numpy_dtype_promotion("standard"):  # optax adds float32 to bfloat16
+        step = jax.jit(lambda *args: _step(tx, *args))
+        for rows in (None, jnp.arange(V)):
+            params, state = start, tx.init(start)
+            for g in _draw(3, V, 4, seed=3):
+                g = jnp.asarray(g, grads_dtype)
+                g = g if rows is None else sj.SelectedRows(rows, g, V)
+                params, state, _ = step(g, state, params)
+                zeros.append(np.abs(state.z) <= 1.5)
+                np.testing.assert_array_equal(np.asarray(params) == 0, zeros[-1])
+    assert params.dtype == params_dtype
+    assert 0.1 < np.mean(zeros) < 0.9
+
+
+def test_a_large_sum_of_squares_loses_no_step():
+    """sqrt(n + g^2) - sqrt(n) in float32 would be 0 or 2e-3 here, and is 5e-4."""
+    tx, params = optim.ftrl(1.0), jnp.ones((1, 1))
+    state = tx.init(params)._replace(n=jnp.full((1, 1), 1e6))
+    _, new = tx.update(jnp.ones((1, 1)), state, params)
+    assert np.isclose(new.z[0, 0], 1 - 5e-4, rtol=1e-7, atol=0)
+
+
+# ------------------------------------------------------------------ weight_decay
+
+ROWS, D, RATE = 11, 2, 0.3
+SCHEDULES = {
+    "constant": 0.05,
+    "schedule": optax.exponential_decay(0.2, 3, 0.7),
+    "python": lambda count: 0.1 / (1 + count),
+}
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_touched_row_is_where_the_dense_run_has_it(name):
+    """SGD depends on nothing but the gradient, so rows agree whenever they are read."""
+    lr = SCHEDULES[name]
+    tx = lazy(optax.chain(optax.sgd(lr), optim.weight_decay(RATE, lr)))
+    params = jnp.asarray(_draw(ROWS, D))
+    dense = np.asarray(params, np.float64)
+    state, update = tx.init(params), jax.jit(tx.update)
+    rng = np.random.default_rng(1)
+    for t in range(9):
+        rate = float(lr(jnp.array(t))) if callable(lr) else lr
+        rows = rng.integers(0, 4, 3)  # some are read at every step, most never
+        values = rng.standard_normal((3, D)).astype(np.float32)
+        g = sj.SelectedRows(rows, values, ROWS)
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        dense = dense * (1 - rate * RATE) - rate * np.asarray(g.to_dense(), np.float64)
+        touched = np.unique(rows)
+        np.testing.assert_allclose(params[touched], dense[touched], rtol=2e-5)
+    assert np.any(np.abs(params - dense) > 0.05)
+    flushed, state = jax.jit(optim.flush_weight_decay)(params, state)
+    np.testing.assert_allclose(flushed, dense, rtol=2e-5)
+    # Up to date: another flush changes nothing.
+    again, _ = optim.flush_weight_decay(flushed, state)
+    np.testing.assert_array_equal(again, flushed)
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_rows_touched_at_every_step_have_adamw():
+    ours = optax.chain(optax.adam(SCHEDULE), optim.weight_decay(RATE, SCHEDULE))
+    theirs = optax.adamw(SCHEDULE, weight_decay=RATE)
+    params = {"table": jnp.ones((ROWS, D)), "bias": jnp.ones(3)}
+    runs = [(tx, tx.init(params)) for tx in (ours, theirs)]
+
+    @jax.jit
+    def train(grads):
+        results = []
+        for tx, state in runs:
+            w = params
+            for g in grads:
+                w, state, _ = _step(tx, g, state, w)
+            results.append(w)
+        return results
+
+    draw = lambda t: {k: _draw(*x.shape, seed=t) for k, x in params.items()}
+    assert_trees_close(*train([draw(t) for t in range(6)]))
+
+
+def test_many_steps_of_decay_lose_no_digit():
+    """After many steps a single one is as exact as the first, also as one program."""
+    tx = optim.weight_decay(0.01, 1e-3)
+    params, zeros = jnp.ones((2, 1)), jnp.zeros((2, 1))
+    one = lambda _, state: tx.update(zeros, state, params)[1]
+    steps = jax.jit(lambda state: jax.lax.fori_loop(0, 300_000, one, state))
+    state = steps(tx.init(params))
+    total = np.asarray(state.log_decay, np.float64).sum()
+    assert np.isclose(total, 300_000 * np.log1p(-1e-5), rtol=1e-6)
+    updates, state = tx.update(zeros, state, params)
+    assert np.isclose(float(updates[0, 0]), -1e-5, rtol=1e-6)
+    # A plain float would be off by much more.
+    high = state.log_decay[0]
+    assert abs(float(high + jnp.float32(-1e-5)) - float(high) + 1e-5) > 1e-8
+
+
+def test_a_schedule_that_takes_it_all():
+    """1 - lr * rate of 0 or less leaves (almost) nothing, and no NaN later."""
+    tx = optim.weight_decay(1.0, lambda count: jnp.where(count == 0, 2.0, 0.1))
+    params = jnp.ones((2, 1))
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(jnp.zeros((2, 1)), state, params)
+        params = params + updates
+        np.testing.assert_allclose(params, 0, atol=1e-7)
+    assert np.all(np.isfinite(state.log_decay))
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_flush_finds_all_of_them():
+    """Through masks, each state for its own parameters."""
+    params = {"a": jnp.ones((ROWS, D)), "b": jnp.ones((ROWS, D)), "c": jnp.ones(3)}
+    mask = lambda name: {key: key == name for key in params}
+    tx = optax.chain(
+        optax.masked(optim.weight_decay(0.1), mask("a")),
+        optax.masked(optim.weight_decay(0.5), mask("b")),
+        optax.sgd(0.1),
+    )
+    none = {"a": None, "b": None, "c": jnp.zeros(3)}  # a step that reads neither
+    _, state = tx.update(none, tx.init(params), params)
+    params, _ = optim.flush_weight_decay(params, state)
+    for name, expected in (("a", 0.9), ("b", 0.5), ("c", 1.0)):
+        np.testing.assert_allclose(params[name], expected, rtol=1e-6)
+
+
+# ------------------------------------------------------------------ ema
+
+DECAY = 0.8
+CHAINS = [
+    lambda average: lazy(optax.chain(optax.adam(0.1), average)),
+    # Not the last: the parts after it change the updates.
+    lambda average: lazy(optax.chain(average, optax.adam(0.1))),
+    lambda average: optax.chain(lazy(average), lazy(optax.sgd(0.3))),
+    lambda average: sj.optim.rounding(lazy(average), master=True),
+]
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("debias", [True, False])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_all_rows_have_the_dense_average_after_every_step(chain, debias):
+    tx, dense = chain(optim.ema(DECAY, debias)), optax.ema(DECAY, debias)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads, dense_state):
+        params, state, _ = _step(tx, grads, state, params)
+        expected, dense_state = dense.update(params, dense_state)
+        average = optim.ema_params(params, state)
+        return params, state, dense_state, expected, average
+
+    params = {"table": jnp.asarray(_draw(ROWS, D)), "bias": jnp.asarray(_draw(3))}
+    state, dense_state = tx.init(params), dense.init(params)
+    start, rng = np.asarray(params["table"]).copy(), np.random.default_rng(1)
+    for k in range(9):
+        rows = rng.integers(0, 5, 3)  # with duplicates; most rows are never touched
+        table = sj.SelectedRows(rows, _draw(3, D, seed=k), ROWS)
+        grads = {"table": table, "bias": jnp.asarray(_draw(3, seed=k))}
+        result = step(params, state, grads, dense_state)
+        params, state, dense_state, expected, found = result
+        assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert step._cache_size() == 1
+    assert np.abs(found["table"] - params["table"]).max() > 0.05
+    if debias:
+        assert_same_bits(found["table"][5:], start[5:])
+
+
+def test_long_gaps_lose_no_digit():
+    """A row touched twice with 200,000 steps between, against float64."""
+    decay, gap = 0.99999, 200_000
+    tx = optim.ema(decay)
+    table = jnp.array([[1.0], [4.0]])
+    first = sj.SelectedRows([0], jnp.array([[1.0]]), 2)  # 1 to 2
+    second = sj.SelectedRows([0], jnp.array([[3.0]]), 2)  # 2 to 5
+
+    def check(exact):
+        found = optim.ema_params(table, state)
+        np.testing.assert_allclose(found, [[exact], [4.0]], rtol=1e-6)
+
+    _, state = tx.update(first, tx.init(table), table)
+    table = table + first
+    state = state._replace(count=state.count + gap)
+    check(2.0)  # the average of rows that were 2 from the first step on
+    _, state = tx.update(second, state, table)
+    table = table + second
+    weight = (1 - decay) / -np.expm1((gap + 2) * np.log(decay))
+    exact = weight * 5 + (1 - weight) * 2
+    check(exact)
+    state = state._replace(count=state.count + gap)
+    mass = -np.expm1((gap + 2) * np.log(decay))
+    past = mass * exact * np.exp(gap * np.log(decay))
+    now = -np.expm1(gap * np.log(decay)) * 5
+    check((past + now) / -np.expm1((2 * gap + 2) * np.log(decay)))
+
+
+@pytest.mark.usefixtures("loose_promotion")
+def test_some_parameters_in_low_precision_and_no_decay():
+    """Of leaves that are masked the parameters themselves, of bfloat16 float32's."""
+    full = lambda x, *dtype: jnp.full((ROWS, D), x, *dtype)
+    params = {"a": full(1.0, jnp.bfloat16), "b": full(1.0), "none": None}
+    tx = optax.masked(optim.ema(0.0), {"a": True, "b": False, "none": False})
+    state = tx.init(params)
+    assert state.inner_state.average["a"].dtype == jnp.float32
+    updates = {"a": full(0.5, jnp.bfloat16), "b": full(1.0), "none": None}
+    updates, state = tx.update(updates, state, params)
+    moved = optax.apply_updates(params, updates)
+    found = optim.ema_params(moved, state)
+    assert found["none"] is None and found["b"] is moved["b"]
+    assert_same_bits(found["a"], moved["a"])  # decay 0: the parameters
+
+
+def test_states_that_cannot_be_read():
+    table = jnp.ones((ROWS, D))
+    state = optim.ema(0.9).init(table)
+    for params, wrong, word in (
+        (table, optax.sgd(0.1).init(table), "contain"),
+        ({"t": table}, state, "all parameters"),
+        (table, (state, state), "two states"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            optim.ema_params(params, wrong)
+    with pytest.raises(TypeError, match="debias"):
+        optim.ema(0.9, 0.5)
+
+
+# ------------------------------------------------------------------ global_norm
+
+
+def test_global_norm_is_of_merged_rows():
+    rows = sj.SelectedRows(jnp.array([4, 0, 4, 9]), jnp.asarray(_draw(4, 3)), 9)
+    tree = {"rows": rows, "bias": jnp.arange(3.0), "none": None}
+    dense = {**tree, "rows": rows.to_dense()}
+    assert np.isclose(jax.jit(optim.global_norm)(tree), optax.tree.norm(dense))
+    assert optim.global_norm({"none": None, "masked": optax.MaskedNode()}) == 0
+    f = lambda x: optim.global_norm(sj.SelectedRows(jnp.array([1, 1]), x, 4))
+    assert np.allclose(jax.grad(f)(jnp.array([[1.0], [2.0]])), 1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_squares_and_sums_of_narrow_types_do_not_overflow(dtype):
+    rows = sj.SelectedRows(jnp.array([1, 1]), jnp.full((2, 4), 4e4, dtype), 9)
+    norm = optim.global_norm([rows, jnp.zeros(9)])
+    assert norm.dtype == jnp.float32
+    np.testing.assert_allclose(norm, 1.6e5, rtol=1e-2)
+    got = optim.global_norm({"w": rows.values})
+    np.testing.assert_allclose(got, 4e4 * 8**0.5, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        optax.tree.norm,
+        lambda g: optax.clip_by_global_norm(1.0).update(g, optax.EmptyState()),
+        lambda g: jax.tree.map(lambda x: jnp.sum(x.astype(jnp.float32)), g),
+        lambda g: jax.tree.map(lambda x: x.conj().mean() + x.sum(), g),
+    ],
+    ids=["norm", "clip", "astype", "methods"],
+)
+def test_functions_of_trees_are_refused_with_the_way_out(compute):
+    rows = sj.SelectedRows(jnp.array([4, 0, 4, 9]), jnp.asarray(_draw(4, 3)), 9)
+    with pytest.raises((TypeError, ValueError), match="global_norm"):
+        jax.jit(compute)({"t": rows})
+    with pytest.raises(NotImplementedError):  # the text is JAX's
+        compute({"t": rows})
