@@ -1,4 +1,4 @@
-"""Makes tests/docs/optax_table.md: every optax transformation through `sparsejax.optim.lazy`.
+"""Makes tests/docs/optax_table.md: optax transformations through `sj.optim.lazy`.
 
     python tests/optax_table.py
 
