@@ -247,8 +247,8 @@ def plan(
     It chooses the layout that sends the fewest bytes and, among equals, the one that
     needs the least memory. If the tables do not fit into `device_bytes`, some get
     layouts that need less memory, starting with those that free the most memory per
-    extra byte sent. docs/scaling.md has the formulas. On a mesh of one device tables
-    are replicated.
+    extra byte sent. docs/explain/exchange.md has the formulas. On a mesh of one device
+    tables are replicated.
 
     Args:
       tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as

@@ -24,7 +24,7 @@ TESTED_ELSEWHERE = {
     "data.md",
     "knowledge_graph.md",
     "pretrained_vectors.md",
-    "scaling.md",
+    "exchange.md",
     "tensorflow.md",
     "torch.md",
     "tutorial.md",

@@ -145,7 +145,7 @@ HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
     "make", [two_towers, pytest.param(dlrm, marks=pytest.mark.window)]
 )
 def test_sends_little_and_copies_no_table(make):
-    """The case of docs/scaling.md, 20,480 reads, at four devices; nothing is run."""
+    """20,480 reads at four devices, as in docs/explain/exchange.md; nothing is run."""
     size = READS // (2 if make is two_towers else 4)
     heights = HEIGHT, HEIGHT if make is two_towers else 60_000
     zipf = lambda rng, height: rng.zipf(1.2, size) % height

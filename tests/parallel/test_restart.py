@@ -1,9 +1,9 @@
-"""The scripts of docs/howto/checkpoint_and_resume.md: a host dies, the run goes on.
+"""examples/restart.py: a host dies, the run goes on.
 
 Two processes train. One is killed together with its supervisor; the other ends by
 itself, prints the checkpoint that it restarts from, and the dead one is started again.
-The weights are compared with a run of one process that was not interrupted. One script
-has a table sharded over devices, the other a store sharded over host memories.
+The weights are compared with a run of one process that was not interrupted. The table
+is sharded over devices, or, with `--store`, over host memories.
 """
 
 import contextlib
@@ -14,7 +14,6 @@ import socket
 import subprocess
 import sys
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ import pytest
 
 import pages
 import sparsejax as sj
+from examples import restart
 from helpers import assert_same_bits
 from sparsejax.store import _snapshot
 
@@ -34,7 +34,6 @@ pytestmark = [
     pytest.mark.skipif(os.name != "posix", reason="kills process groups"),
 ]
 
-PAGE = pages.DOCS / "howto" / "checkpoint_and_resume.md"
 TIMEOUT = 240  # seconds; it takes about 25
 MOST = 15  # seconds until the others end: 5 to 11 alone, 97 without the setting
 
@@ -42,14 +41,14 @@ MOST = 15  # seconds until the others end: 5 to 11 alone, 97 without the setting
 class _Host:
     """A supervisor and its child, in a process group of their own."""
 
-    def __init__(self, script, port, process, directory):
+    def __init__(self, port, process, directory, options):
         self._said = directory.with_name(f"host {process}.txt")
-        command = [script, f"127.0.0.1:{port}", 2, process, directory]
+        command = [restart.__file__, f"127.0.0.1:{port}", 2, process, directory]
         flags = os.environ["XLA_FLAGS"].replace("count=8", "count=1")
         env = {**os.environ, "PYTHONPATH": str(pages.ROOT), "XLA_FLAGS": flags}
         with self._said.open("a") as said:
             self._supervisor = subprocess.Popen(
-                [sys.executable, *map(str, command)],
+                [sys.executable, *map(str, command), *options],
                 env=env,
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -95,8 +94,8 @@ class _Both:
         return self._parts[0].get_state()
 
 
-def _run_here(code, directory, monkeypatch):
-    """Runs the script on two devices of this process; returns its names."""
+def _run_here(directory, monkeypatch, *options):
+    """Runs the program on two devices of this process."""
 
     def leave(code):
         raise AssertionError(f"the script ended with {code}")
@@ -108,46 +107,31 @@ def _run_here(code, directory, monkeypatch):
     data_loader = sj.data.DataLoader
 
     monkeypatch.setenv("IS_CHILD", "1")
-    monkeypatch.setattr(sys, "argv", ["train.py", "", "1", "0", str(directory)])
     monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *_, **__: None)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     monkeypatch.setattr(sj.data, "DataLoader", both)
-    found: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(code, PAGE.name, "exec"), found)
-    return found
+    restart.main(["", "1", "0", str(directory), *options])
 
 
-def _scripts():
-    """The script for a sharded table, and the script for a store."""
-    parts = [b.code for b in pages.blocks(PAGE) if b.language == "py"]
-    supervisor, setup, sharded, end, latest_step, stored = parts
-    other = re.sub(
-        r"def latest_step.*?\n\n\n", latest_step + "\n\n", supervisor, flags=re.S
-    )
-    assert other.count("def latest_step") == 1 and "def supervise" in other
-    return supervisor + setup + sharded + end, other + setup + stored + end
-
-
-def _let_a_host_die(code, tmp_path, latest_step):
-    """Runs a script in two processes, kills one at step 20, starts it again.
+def _let_a_host_die(tmp_path, latest_step, *options):
+    """Runs two processes, kills one at step 20, starts it again.
 
     Args:
-      code: the script.
       tmp_path: a folder.
       latest_step: `f(directory)`, the latest checkpoint of both.
+      *options: of the program.
     """
-    script, directory = tmp_path / "train.py", tmp_path / "run"
-    script.write_text(code)
+    directory = tmp_path / "run"
     with contextlib.closing(socket.socket()) as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    start = lambda process: _Host(script, port, process, directory)
+    start = lambda process: _Host(port, process, directory, options)
     hosts = [start(0), start(1)]
     try:
         _wait(lambda: latest_step(directory) >= 20, hosts)
         hosts[1].kill()
-        ended = r"process 0 of 2 ended .* checkpoint of step (\d+) in (.*)\. Restart"
+        ended = r"process 0 of 2 ended .* step (\d+) in (.*): restarting"
         seconds = _wait(lambda: re.search(ended, hosts[0].said()), hosts)
         assert seconds < MOST
         (step, named), *_ = re.findall(ended, hosts[0].said())
@@ -168,69 +152,64 @@ def _let_a_host_die(code, tmp_path, latest_step):
 
 @pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
 def test_a_run_goes_on_after_a_host_has_died(tmp_path, monkeypatch):
-    code, _ = _scripts()
     names = lambda directory: [x.name for x in directory.glob("*") if x.name.isdigit()]
     latest_step = lambda directory: max(map(int, names(directory)), default=0)
-    directory = _let_a_host_die(code, tmp_path, latest_step)
+    directory = _let_a_host_die(tmp_path, latest_step)
 
-    found = _run_here(code, tmp_path / "uninterrupted", monkeypatch)
+    _run_here(tmp_path / "uninterrupted", monkeypatch)
     params = {
-        "table": np.zeros((found["V"], found["D"]), np.float32),
-        "dense": np.zeros(found["D"], np.float32),
+        "table": np.zeros((restart.V, restart.D), np.float32),
+        "dense": np.zeros(restart.D, np.float32),
     }
-    like = (params, found["tx"].init(params))
+    like = (params, restart.tx.init(params))
     trained = []
-    for path in (directory, found["DIRECTORY"]):
+    for path in (directory, tmp_path / "uninterrupted"):
         options = ocp.CheckpointManagerOptions(read_only=True)
         with ocp.CheckpointManager(path, options=options) as manager:
-            assert manager.latest_step() == found["STEPS"]
+            assert manager.latest_step() == restart.STEPS
             trained.append(sj.parallel.restore(manager, like))
     jax.tree.map(assert_same_bits, *trained)
     assert np.all(trained[0][0]["dense"] != 1)  # it did train
 
 
-def _saved_tree(path, found, process=0, count=1):
+def _saved_tree(path, process=0, count=1):
     """All arrays of a table and the tree in a file, and the ids of its rows."""
     store = sj.store.KVStore()
     store.engine.process, store.engine.count = process, count
-    tx = optax.adagrad(0.1)
-    dense = {"item": {}, "dense": np.zeros(found["D"], np.float32)}
-    spec = found["Regression"]().tables()["item"]
-    store.init("item", spec.shape, tx, initializer=spec.initializer)
-    like = {"params": dense, "opt_state": tx.init(dense), "steps": 0}
-    like |= {"loader": found["loader"].get_state()}
+    store.init("table", (restart.V, restart.D), optax.adagrad(0.1))
+    params = {"table": store["table"], "dense": np.zeros(restart.D, np.float32)}
+    position = restart.make_loader().get_state()
+    like = params, restart.tx.init(params), 0, position
     report = lambda *_: None
     tables, history = store.engine.tables, store.engine.history
     record = _snapshot.Record(path, tables, report, replaces=True, tree=like)
     _snapshot.load(record, history)
-    table = tables["item"]
+    table = tables["table"]
     ids = table.spec.owners.ids(np.arange(table.height))
     return record.tree, ids, [np.array(x) for x in (table.weights, *table.by_row)]
 
 
 @pytest.mark.usefixtures("loose_promotion")
 def test_a_store_goes_on_after_a_host_has_died(tmp_path, monkeypatch):
-    _, code = _scripts()
-
     def latest_step(directory):
         told = [directory / f"step-{process}" for process in range(2)]
         read = lambda path: int(path.read_text() or 0) if path.exists() else 0
         return min(map(read, told))
 
-    directory = _let_a_host_die(code, tmp_path, latest_step)
+    directory = _let_a_host_die(tmp_path, latest_step, "--store")
     assert latest_step(directory) == 60
 
-    found = _run_here(code, tmp_path / "uninterrupted", monkeypatch)
-    expected, ids, arrays = _saved_tree(found["PATH"], found)
-    np.testing.assert_array_equal(ids, np.arange(found["V"]))
+    _run_here(tmp_path / "uninterrupted", monkeypatch, "--store")
+    expected, ids, arrays = _saved_tree(tmp_path / "uninterrupted" / "model")
+    np.testing.assert_array_equal(ids, np.arange(restart.V))
     save = directory / "model" / (directory / "model" / "current").read_text()
     paths = [save / f"{process}-of-2" for process in range(2)]
     for process, path in enumerate(paths):
-        tree, ids, own = _saved_tree(path, found, process, 2)
+        tree, ids, own = _saved_tree(path, process, 2)
 
-        jax.tree.map(assert_same_bits, tree["params"], expected["params"])
-        jax.tree.map(assert_same_bits, tree["opt_state"], expected["opt_state"])
-        assert tree["steps"] == expected["steps"] == 60
+        for mine, whole in zip(*map(jax.tree.leaves, (tree[:2], expected[:2]))):
+            assert_same_bits(mine, whole)
+        assert tree[2] == expected[2] == 60
         for mine, whole in zip(own, arrays, strict=True):
             assert_same_bits(mine, whole[ids])
-    assert np.all(expected["params"]["dense"] != 1)
+    assert np.all(expected[0]["dense"] != 1)

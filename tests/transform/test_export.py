@@ -1,6 +1,6 @@
 """Our types through export, files and copies; a training step that runs elsewhere.
 
-`docs/howto/checkpoint_and_resume.md` has the table of types by ways. Each of its cells
+`tests/docs/types_by_ways.md` has the table of types by ways. Each of its cells
 is run here.
 """
 
@@ -246,7 +246,7 @@ WAYS = {
 @functools.cache
 def documented():
     """The table in the docs: by column and row, "yes" or "no"."""
-    text = (ROOT / "docs/howto/checkpoint_and_resume.md").read_text()
+    text = (ROOT / "tests/docs/types_by_ways.md").read_text()
     (table,) = text.split("| type |")[1:]
     lines = ("type |" + table).split("\n\n")[0].splitlines()
     head, _, *rows = [

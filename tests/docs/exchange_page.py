@@ -1,11 +1,11 @@
-"""Makes the figures of docs/scaling.md; test_scaling_page.py compares them.
+"""Makes the figures of docs/explain/exchange.md; test_exchange_page.py compares them.
 
-    python tests/docs/scaling_page.py wire              the table of bytes on the wire
-    python tests/docs/scaling_page.py devices 64 512    compile for so many CPU devices
-    python tests/docs/scaling_page.py lower 1024        lower for an abstract mesh
-    python tests/docs/scaling_page.py tpu v5p:8x8x16 8  compile for a TPU, 8 tables
-    python tests/docs/scaling_page.py tpu v5e:2x2 1 32  the same, rows of 32 columns
-    python tests/docs/scaling_page.py h200 1x1x8 1      compile for eight H200
+    python tests/docs/exchange_page.py wire              the table of bytes on the wire
+    python tests/docs/exchange_page.py devices 64 512    compile for so many CPU devices
+    python tests/docs/exchange_page.py lower 1024        lower for an abstract mesh
+    python tests/docs/exchange_page.py tpu v5p:8x8x16 8  compile for a TPU, 8 tables
+    python tests/docs/exchange_page.py tpu v5e:2x2 1 32  the same, rows of 32 columns
+    python tests/docs/exchange_page.py h200 1x1x8 1      compile for eight H200
 
 Nothing but `wire` makes an array, and nothing is run. Those for a TPU need libtpu
 (`pip install "jax[tpu]"`), and that for H200 `jax[cuda12]`, but no such device.
@@ -39,7 +39,8 @@ import cuda_program
 import sparsejax as sj
 
 
-PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "scaling.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "explain" / "exchange.md"
+PLANNED = pathlib.Path(__file__).parent / "trillion.md"
 
 # The case of the first table: N devices, n ids on each.
 N, V, D, n = 4, 100_000, 32, 5_120

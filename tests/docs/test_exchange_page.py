@@ -1,22 +1,20 @@
-"""docs/scaling.md: its code is run, its formulas evaluated, its programs compiled."""
+"""docs/explain/exchange.md: its code runs, its formulas hold, its programs compile."""
 
 import math
 import os
 import re
 from typing import Any
 
-import jax
-import numpy as np
 import pytest
 
-import scaling_page as page
+import exchange_page as page
 from helpers import run_python
 from sparsejax import _compat
 
 
 pytestmark = [pytest.mark.usefixtures("eight_devices"), pytest.mark.slow]
 
-TEXT = page.PAGE.read_text()
+TEXT = page.PAGE.read_text() + page.PLANNED.read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
@@ -61,28 +59,6 @@ def test_every_layout_has_its_row():
 def test_the_code_that_reads_a_program(capsys):
     run_block(BLOCKS[0], "wire")
     assert "all-to-all" in capsys.readouterr().out
-
-
-def test_gradients_of_two_batches_are_added():
-    (program,) = [code for code in BLOCKS if "accumulated_step" in code]
-    found = run_block(program, "accumulate")
-    expected = np.ones((1_000, 4), np.float32)
-    for ids in (found["first"], found["second"]):
-        np.add.at(expected, ids, -0.1 * 2 / (2 * ids.size * 4))
-    table = found["params"]["table"].to_dense()
-    np.testing.assert_allclose(table, expected, rtol=1e-6)
-
-
-# ------------------------------------------------------------------ many hosts
-
-
-def test_a_table_is_made_from_a_function_of_ids():
-    """tests/parallel/test_restart.py runs the program that the page names."""
-    mesh, made = [x for x in BLOCKS if "accumulated_step" in x or "first_rows" in x]
-    found = run_block(f"{mesh}\n{made}", "made")
-    expected = found["first_rows"](np.arange(0, 10_007, jax.device_count()))
-    table = np.asarray(found["table"].to_dense())
-    np.testing.assert_array_equal(table[:: jax.device_count()], expected)
 
 
 # ------------------------------------------------------------------ the paper plan
