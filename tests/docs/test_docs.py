@@ -22,7 +22,7 @@ PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 # Other tests run these pages.
 TESTED_ELSEWHERE = {
     "data.md",
-    "knowledge_graph.md",
+    "graphs.md",
     "pretrained_vectors.md",
     "exchange.md",
     "tensorflow.md",
@@ -176,10 +176,10 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
         triples = graph[name]
         kept = triples[np.isin(triples[:, [0, 2]], frequent).all(1)]
         np.savetxt(f"{name}.txt", kept, "%d", delimiter="\t")
-    page = pages.DOCS / "howto" / "knowledge_graph.md"
+    page = pages.DOCS / "howto" / "graphs.md"
     found = pages.run_page(page)
     assert found["mrr"] > 0.6
-    assert _lines_of_code(page) < 85  # with the server
+    assert _lines_of_code(page, "Knowledge graphs") < 85  # with the server
     head, relation, tail = found["test"][0]
     names, _ = found["answer"](
         _word(found, "head", head), _word(found, "relation", relation)
@@ -192,7 +192,7 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
 
 
 def _word(found, column, row):
-    return found["words"].decode(column, [row])[0]
+    return found["vocabulary"].decode(column, [row])[0]
 
 
 @pytest.mark.slow

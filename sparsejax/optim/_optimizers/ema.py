@@ -60,7 +60,7 @@ def ema(
     which is what `optax.ema(decay, debias)` makes of the parameters of every step, and
     `a_t / (1 - decay^t)` with `debias`. Rows that a step does not touch are neither
     read nor written: `ema_params` adds what they missed, in closed form. Use it alone
-    or anywhere inside `lazy(optax.chain(...))`; docs/howto/average_parameters.md has
+    or anywhere inside `lazy(optax.chain(...))`; docs/howto/optimizers_per_table.md has
     the limits.
 
     Args:
