@@ -182,9 +182,7 @@ def as_array(data: Any, name: str) -> Any:
             return pa.array(data)
         if hasattr(data, "__array__"):
             data = np.asanyarray(data)  # pyarrow reads the mask of a masked array
-            if data.dtype.kind in "OT":
-                data = data.tolist()
-            else:
+            if data.dtype.kind in "iuf":  # which pyarrow reads in native order alone
                 data = data.astype(data.dtype.newbyteorder("="), copy=False)
         elif not isinstance(data, Iterable):
             _refuse(data, name)

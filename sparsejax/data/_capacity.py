@@ -74,7 +74,6 @@ class Level:
       size: the capacity.
       reason: why the capacity was chosen, for `repr(loader)`.
       sure: a capacity in which every batch of every epoch fits.
-      always_fits: True if every batch is known to fit into `size`.
       mean: the average number of elements in a batch.
     """
 
@@ -83,7 +82,6 @@ class Level:
     size: int
     reason: str
     sure: int
-    always_fits: bool
     mean: float
 
 
@@ -100,39 +98,32 @@ class Buckets:
     spills: bool
 
     @property
-    def sizes(self) -> list[list[tuple[int, ...]]]:
-        """The capacities of the levels, for each bucket and column."""
-        first = [tuple(lv.size for lv in levels) for levels in self.columns]
-        if not self.spills:
-            return [first]
-        larger = lambda lv: max(lv.size, lv.sure)
-        return [first, [tuple(map(larger, levels)) for levels in self.columns]]
+    def levels(self) -> list[Level]:
+        """The levels of all columns."""
+        return [level for levels in self.columns for level in levels]
+
+    def sizes(self, spilled: bool = False) -> list[tuple[int, ...]]:
+        """Returns the capacities of each column in the first or the second bucket."""
+        size = lambda level: max(level.size, level.sure) if spilled else level.size
+        return [tuple(map(size, levels)) for levels in self.columns]
 
     def pick(self, rows: np.ndarray) -> list[tuple[int, ...]]:
         """Returns the capacities of the first bucket in which these rows fit."""
-        if not self.spills:
-            return self.sizes[0]
-        fits = all(
-            lv.lengths[rows].sum() <= lv.size
-            for levels in self.columns
-            for lv in levels
-        )
-        return self.sizes[0 if fits else 1]
+        fits = lambda level: level.lengths[rows].sum() <= level.size
+        return self.sizes(self.spills and not all(map(fits, self.levels)))
 
     def check(self, sampler: Sampler, epoch: int, rows: np.ndarray) -> None:
         """Raises a ValueError if a batch of the epoch does not fit on any shard."""
-        if self.spills:
-            return
-        for level in (lv for levels in self.columns for lv in levels):
-            if level.always_fits:
+        for level in self.levels:
+            if self.spills or level.size >= level.sure:
                 continue
-            sizes = sampler.sizes(rows, level.lengths)
-            if not sizes.size or sizes.max() <= level.size:
+            sizes = sampler.sizes(rows, level.lengths).max(axis=0)
+            if sizes.max() <= level.size:
                 continue
-            batch = int(np.argmax(sizes.max(axis=0) > level.size))
+            batch = int(np.argmax(sizes > level.size))
             raise ValueError(
                 f"DataLoader: capacity={level.size} of {level.name} is too small: "
-                f"batch {batch} of epoch {epoch} has {sizes[:, batch].max()} elements, "
+                f"batch {batch} of epoch {epoch} has {sizes[batch]} elements, "
                 f"and the largest batch of that epoch has {sizes.max()}. Pass "
                 f"capacity={level.sure}, which fits every batch"
                 f"{' of every epoch' if sampler.shuffle else ''}, or 'auto', or "
@@ -142,7 +133,7 @@ class Buckets:
     def lines(self) -> list[str]:
         """Returns a line for each level: its capacity, and why."""
         shown = []
-        for level in (lv for levels in self.columns for lv in levels):
+        for level in self.levels:
             filled = level.mean / level.size if level.size else 1.0
             spill = f", else {max(level.sure, level.size)}" if self.spills else ""
             shown.append(
@@ -157,28 +148,24 @@ def measure(
 ) -> Buckets:
     """Returns the buckets for the batches of a data set."""
     risk = _SPILL_RISK if spill else _RISK
-    columns = []
-    for column, name, given in zip(
-        dataset.columns, dataset.names(), _by_column(dataset, capacity)
-    ):
-        if isinstance(column, _columns.Array):
-            if given is not None:
-                raise ValueError(
-                    f"DataLoader: {name} is an array, which has no capacity, got "
-                    f"capacity={given!r}. Pass None for this column."
-                )
-            columns.append(())
-            continue
-        lengths = _columns.lengths(column)
-        levels = []
-        for depth, (counts, size) in enumerate(
-            zip(lengths, _by_level(given, len(lengths)))
-        ):
-            level_name = f"{name}, level {depth}" if len(lengths) > 1 else name
-            levels.append(_as_level(level_name, counts, sampler, size, risk))
-        columns.append(tuple(levels))
-    always_fits = all(lv.always_fits for levels in columns for lv in levels)
-    return Buckets(tuple(columns), spill and not always_fits)
+    columns, given = [], _by_column(dataset, capacity)
+    for column, name, own in zip(dataset.columns, dataset.names, given):
+        is_array = isinstance(column, _columns.Array)
+        lengths = [] if is_array else _columns.lengths(column)
+        numbered = [f"{name}, level {k}" for k in range(len(lengths))]
+        names = numbered if len(numbered) > 1 else [name]
+        parts = list(own) if isinstance(own, (tuple, list)) else [own]
+        if len(parts) > max(len(lengths), 1) or is_array and own is not None:
+            raise _not_a_capacity(capacity)
+        parts += [None] * (len(lengths) - len(parts))
+        columns.append(
+            tuple(
+                _as_level(name, counts, sampler, _as_size(part, capacity), risk)
+                for name, counts, part in zip(names, lengths, parts)
+            )
+        )
+    always_fit = all(lv.size >= lv.sure for levels in columns for lv in levels)
+    return Buckets(tuple(columns), spill and not always_fit)
 
 
 def _as_level(
@@ -199,12 +186,9 @@ def _as_level(
                 f"a batch is larger with a probability below {risk:g}; every batch "
                 f"fits into {sure}"
             )
-    if size is None:
-        size = auto
-    else:
-        reason = "as given"
+    reason = reason if size is None else "as given"
     mean = batch_size * float(lengths.mean())
-    return Level(name, lengths, size, reason, sure, size >= sure, mean)
+    return Level(name, lengths, auto if size is None else size, reason, sure, mean)
 
 
 def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
@@ -221,25 +205,19 @@ def _by_column(dataset: ArrayDataset, capacity: Any) -> list[Any]:
     return parts
 
 
-def _by_level(given: Any, levels: int) -> list[int | None]:
-    """Returns a capacity for each level, or None to measure it."""
-    parts = list(given) if isinstance(given, (tuple, list)) else [given]
-    sizes: list[int | None] = []
-    for part in parts:
-        if part is None or isinstance(part, str) and part == "auto":
-            sizes.append(None)
-        elif isinstance(part, (int, np.integer)) and part >= 0:
-            sizes.append(int(part))
-        else:
-            raise _not_a_capacity(given)
-    if len(sizes) > levels:
-        raise _not_a_capacity(given)
-    return sizes + [None] * (levels - len(sizes))
+def _as_size(part: Any, capacity: Any) -> int | None:
+    """Returns the capacity of one level; None to measure it."""
+    if part is None or isinstance(part, str) and part == "auto":
+        return None
+    if not isinstance(part, (int, np.integer)) or part < 0:
+        raise _not_a_capacity(capacity)
+    return int(part)
 
 
 def _not_a_capacity(given: Any) -> ValueError:
     return ValueError(
         "DataLoader: capacity must be 'auto' or a non-negative int; for several "
-        "columns one of these for each, in the structure of the items; for nested rows "
-        f"a tuple with an int for each level, got {given!r}."
+        "columns one of these for each, in the structure of the items, and None for "
+        "arrays; for nested rows a tuple with an int for each level, got "
+        f"{given!r}."
     )

@@ -62,11 +62,7 @@ def as_column(data: Any, name: str) -> Array | Ragged:
         is_nested = _arrow.import_pyarrow().types.is_nested(column.type)
         data = column.to_pylist() if is_nested else np.asarray(column)
     if hasattr(data, "tocsr"):  # a matrix of scipy, which is not imported
-        if getattr(data, "format", None) != "csr":
-            raise TypeError(
-                f"ArrayDataset: {name} is a sparse matrix in the format {data.format}. "
-                "Call .tocsr()."
-            )
+        data = data.tocsr()
         parts = {"index": data.indices, "value": data.data}
         return Ragged(data, _as_offsets(data.indptr), _leaves(parts, name))
     is_array = hasattr(data, "shape") and hasattr(data, "dtype")
@@ -74,7 +70,7 @@ def as_column(data: Any, name: str) -> Array | Ragged:
         return _of_list(data if isinstance(data, tuple) else list(data), name)
     if not is_array:
         raise TypeError(
-            f"ArrayDataset: {name} must be an array, a scipy CSR matrix, a "
+            f"ArrayDataset: {name} must be an array, a scipy sparse matrix, a "
             "SegmentTensor, a column of a data frame, or a list with one list or array "
             f"per row, got {_arguments.kind_of(data)}."
         )

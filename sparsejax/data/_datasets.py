@@ -62,7 +62,7 @@ class ArrayDataset:
       *columns: columns with n rows, or one dict of columns, or one data frame. A column
         is one of these:
         a NumPy or JAX array `[n, ...]`, possibly memory-mapped;
-        a scipy CSR matrix `[n, C]`, whose rows are matrices `[1, C]`;
+        a scipy sparse matrix `[n, C]`, whose rows are CSR matrices `[1, C]`;
         a SegmentTensor of n segments, possibly nested, whose rows are the elements of a
         segment;
         a list with a list or array of numbers for each row, of any lengths;
@@ -104,8 +104,12 @@ class ArrayDataset:
         if not columns:
             raise ValueError("ArrayDataset: there must be at least one column.")
         self._single = self._keys is None and len(columns) == 1
-        names = self.names(len(columns))
-        self._columns = list(map(_columns.as_column, columns, names))
+        numbers = (f"column {i}" for i in range(len(columns)))
+        names = list(map(repr, self._keys) if self._keys else numbers)
+        self._names, self._columns = (
+            names,
+            list(map(_columns.as_column, columns, names)),
+        )
         for name, column in zip(names, self._columns):
             if len(column) != len(self):
                 raise ValueError(
@@ -122,7 +126,7 @@ class ArrayDataset:
 
     def __repr__(self) -> str:
         kinds = {_columns.Array: "array", _columns.Ragged: "ragged"}
-        shown = (f"{n}: {kinds[type(c)]}" for n, c in zip(self.names(), self._columns))
+        shown = (f"{n}: {kinds[type(c)]}" for n, c in zip(self.names, self._columns))
         return f"ArrayDataset({len(self)} rows, {', '.join(shown)})"
 
     # -- for the loader ----------------------------------------------------------
@@ -132,12 +136,10 @@ class ArrayDataset:
         """The columns, in order."""
         return self._columns
 
-    def names(self, n: int | None = None) -> list[str]:
-        """Returns the name of each column for messages."""
-        if self._keys is not None:
-            return [repr(key) for key in self._keys]
-        n = len(self._columns) if n is None else n
-        return [f"column {i}" for i in range(n)]
+    @property
+    def names(self) -> list[str]:
+        """The name of each column for messages: its key in quotes, or its number."""
+        return self._names
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Joins one part for each column into the structure of an item."""

@@ -114,7 +114,7 @@ class DataLoader:
         self._dataset = as_array_dataset(dataset)
         if not len(self._dataset):
             raise ValueError("DataLoader: the data set has no rows.")
-        if overflow not in ("error", "raise", "spill"):
+        if overflow not in ("error", "spill"):
             raise ValueError(
                 f"DataLoader: overflow must be 'error' or 'spill', got {overflow!r}."
             )
@@ -138,8 +138,7 @@ class DataLoader:
                 "drop_remainder=False."
             )
         self._mask = bool(mask)
-        item = self._dataset.join([None] * len(self._dataset.columns))
-        if self._mask and isinstance(item, dict) and "mask" in item:
+        if self._mask and repr("mask") in self._dataset.names:
             raise ValueError(
                 "DataLoader: mask=True stores the mask under the key 'mask', but the "
                 "data set already has a column of that name. Rename the column."
@@ -171,16 +170,12 @@ class DataLoader:
 
     def __repr__(self) -> str:
         sampler = self._sampler
-        shown = [
-            f"{sampler.num_rows} rows",
-            f"{len(self)} batches of {sampler.batch_size}",
-        ]
-        if sampler.shuffle:
-            shown.append(f"shuffle=True, seed={sampler.seed}")
-        if sampler.shard[1] > 1:
-            shown.append(f"shard={sampler.shard}")
-        lines = [f"DataLoader({', '.join(shown)})", *self._buckets.lines()]
-        return "\n  ".join(lines)
+        order = f", shuffle=True, seed={sampler.seed}" if sampler.shuffle else ""
+        shard = f", shard={sampler.shard}" if sampler.shard[1] > 1 else ""
+        shown = f"{sampler.num_rows} rows, {len(self)} batches of {sampler.batch_size}"
+        return "\n  ".join(
+            [f"DataLoader({shown}{order}{shard})", *self._buckets.lines()]
+        )
 
     @property
     def capacity(self) -> Any:
@@ -190,7 +185,7 @@ class DataLoader:
         rows, a tuple of ints, outermost first. None if all columns are arrays. With
         `overflow="spill"` this is the first capacity.
         """
-        sizes = [s[0] if len(s) == 1 else s or None for s in self._buckets.sizes[0]]
+        sizes = [s[0] if len(s) == 1 else s or None for s in self._buckets.sizes()]
         given = [size for size in sizes if size is not None]
         if len(given) == 1:
             return given[0]
@@ -200,11 +195,9 @@ class DataLoader:
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position of the last iterator, which json can write."""
-        if self._last is not None:
-            state = self._last.get_state()
-            if state["batch"] < len(self):
-                return state
-        return self._state(*self._next)
+        state = self._last.get_state() if self._last else self._state(*self._next)
+        is_end = state["batch"] == len(self)  # so the next epoch begins
+        return self._state(state["epoch"] + 1, 0) if is_end else state
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Makes the next `iter(loader)` continue exactly from a saved position.
@@ -276,84 +269,68 @@ class DataLoader:
     def _batches(self, epoch: int) -> _Batches:
         rows = self._sampler.rows(epoch)
         self._buckets.check(self._sampler, epoch, rows)
-        return _Batches(self._dataset, self._buckets, self._mask, self._sampler, rows)
+        batches, size = self._sampler.cut(rows), self._sampler.batch_size
+        return _Batches(self._dataset, self._buckets, self._mask, batches, size)
 
-    def _start(self, epoch: int, batch: int) -> Any:
+    def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
         threads = self._num_workers
         if not threads:
-            return _InOrder(self._batches(epoch), batch)
+            batches = self._batches(epoch)
+            return map(batches.__getitem__, range(start, len(batches)))
         grain = _import_grain()
         # Two batches per thread: one in preparation, one waiting.
         options = grain.ReadOptions(
             num_threads=threads, prefetch_buffer_size=2 * threads
         )
-        batches = iter(self.to_grain(epoch).to_iter_dataset(options))
-        batches.set_state({"next_index": batch})
-        return batches
+        prepared = iter(self.to_grain(epoch).to_iter_dataset(options))
+        prepared.set_state({"next_index": start})
+        return prepared
 
 
 class LoaderIterator(Iterator[Any]):
     """Iterator over the batches of one epoch; `iter(loader)` makes it."""
 
     def __init__(self, loader: DataLoader, epoch: int, batch: int):
-        self._loader, self._epoch = loader, epoch
-        self._batches = loader._start(epoch, batch)
+        self._loader = loader
+        self._go_to(epoch, batch)
+
+    def _go_to(self, epoch: int, batch: int) -> None:
+        self._epoch, self._next = epoch, batch
+        self._batches = self._loader._iterate(epoch, batch)
 
     def __next__(self) -> Any:
         batch, device = next(self._batches), self._loader._device
+        self._next += 1
         return batch if device is None else jax.device_put(batch, device)
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position of the next batch, which json can write."""
-        return self._loader._state(self._epoch, self._batches.get_state()["next_index"])
+        return self._loader._state(self._epoch, self._next)
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly from `state`."""
-        self._epoch, batch = self._loader._check_state(state)
-        self._batches = self._loader._start(self._epoch, batch)
+        self._go_to(*self._loader._check_state(state))
 
 
-class _InOrder(Iterator[Any]):
-    """Iterator over the batches of an epoch; makes each in the call of `next`."""
-
-    def __init__(self, batches: _Batches, start: int):
-        self._batches, self._next = batches, start
-
-    def __next__(self) -> Any:
-        if self._next >= len(self._batches):
-            raise StopIteration
-        batch = self._batches[self._next]
-        self._next += 1
-        return batch
-
-    def get_state(self) -> dict[str, int]:
-        """Returns the state in the form of grain's iterators."""
-        return {"next_index": self._next}
-
-
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Batches:
     """An epoch as grain's RandomAccessDataSource: a batch is made when it is read."""
 
-    def __init__(
-        self,
-        dataset: ArrayDataset,
-        buckets: _capacity.Buckets,
-        mask: bool,
-        sampler: Sampler,
-        rows: np.ndarray,
-    ):
-        self._dataset, self._buckets, self._mask = dataset, buckets, mask
-        self._size, self._rows = sampler.batch_size, sampler.cut(rows)
+    dataset: ArrayDataset
+    buckets: _capacity.Buckets
+    mask: bool
+    rows: list[np.ndarray]  # of each batch
+    size: int
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        rows, size = self._rows[index], self._size
-        columns = zip(self._dataset.columns, self._buckets.pick(rows))
+        rows, size = self.rows[index], self.size
+        columns = zip(self.dataset.columns, self.buckets.pick(rows))
         parts = [_columns.take(column, rows, size, sizes) for column, sizes in columns]
-        batch = self._dataset.join(parts)
-        if not self._mask:
+        batch = self.dataset.join(parts)
+        if not self.mask:
             return batch
         mask = np.arange(size) < len(rows)
         if isinstance(batch, dict):

@@ -105,23 +105,6 @@ class Column:
         words[self.ids] = self.sorted_words
         return words
 
-    def prune(self, min_count: int, max_size: int | None) -> Column:
-        """Returns a column of the words that are in these limits.
-
-        Ids are in the order of falling counts; equal counts in the order of bytes.
-        """
-        counts = self.counts[self.ids]
-        kept = np.flatnonzero(counts >= min_count)
-        order = kept[np.argsort(-counts[kept], kind="stable")]
-        order = order if max_size is None else order[: max_size - 1]
-        ids = np.zeros(len(counts), np.int32)
-        ids[order] = np.arange(1, len(order) + 1)
-        words = self.sorted_words[ids > 0]
-        width = int(np.char.str_len(words).max(initial=1))  # the narrowest dtype
-        num_other = self.counts.sum() - counts[order].sum()
-        counts = np.append(num_other, counts[order])
-        return Column(words.astype(f"S{width}"), ids[ids > 0], counts, self.is_integer)
-
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Vocabulary:
@@ -210,7 +193,9 @@ class Vocabulary:
             if not names:
                 names = list(batch if columns is None else columns)
                 groups = _as_groups(shared, names)
-                limits = _as_limits(min_count, max_size, groups)
+                least = _limits("min_count", min_count, 1, groups)
+                most = _limits("max_size", max_size, None, groups)
+                limits = list(zip(least, most))
                 for group in groups:
                     counters.update(dict.fromkeys(group, _Counter()))
             for name, column in zip(names, _arrow.select(batch, names)):
@@ -218,8 +203,8 @@ class Vocabulary:
         if not names:
             raise ValueError("Vocabulary.build: the table has no columns.")
         made: dict[str, Column] = {}
-        for group, (least, most) in zip(groups, limits):
-            made.update(dict.fromkeys(group, counters[group[0]].column(least, most)))
+        for group, limit in zip(groups, limits):
+            made.update(dict.fromkeys(group, counters[group[0]].column(*limit)))
         return cls({name: made[name] for name in names})
 
     @property
@@ -283,40 +268,6 @@ class Vocabulary:
           column: the name of the column, or its position from 0.
         """
         return self._column(column).counts
-
-    def prune(
-        self,
-        *,
-        min_count: int | Mapping[str, int] = 1,
-        max_size: int | None | Mapping[str, int | None] = None,
-    ) -> Vocabulary:
-        """Returns a vocabulary of fewer words, which keep their ids.
-
-        So `counts` can decide the limits, without counting the data again.
-
-        Args:
-          min_count, max_size: as in `build`.
-
-        Returns:
-          The vocabulary that `build` makes with these limits.
-
-        Example:
-          >>> import sparsejax as sj
-          >>> items = ["tea", "jam", "tea", "rye", "jam", "tea"]
-          >>> vocabulary = sj.data.Vocabulary.build({"item": items})
-          >>> vocabulary.counts("item")
-          array([0, 3, 2, 1])
-          >>> common = vocabulary.prune(min_count=2)
-          >>> common, common.counts("item")
-          (Vocabulary(item: 3 ids), array([1, 3, 2]))
-        """
-        pruned: dict[str, Column] = {}
-        groups = self._groups()
-        limits = _as_limits(min_count, max_size, groups)
-        for group, (least, most) in zip(groups, limits):
-            column = self.columns[group[0]].prune(least, most)
-            pruned.update(dict.fromkeys(group, column))
-        return Vocabulary({name: pruned[name] for name in self.columns})
 
     # -------------------------------------------------------------- words and ids
 
@@ -561,25 +512,28 @@ def _as_numbers(numbers: list[int]) -> np.ndarray:
 
 def _as_columns(arrays: dict[str, np.ndarray]) -> dict[str, Column]:
     """Returns the columns of a file, or raises a ValueError if it has none."""
-    first, names = arrays["columns"].tolist(), arrays["names"].tolist()
-    integers = arrays["integers"].tolist()
-    expected = {f"{x} {k}" for x in ("words", "ids", "counts") for k in set(first)}
-    if arrays.keys() != expected | {"columns", "names", "integers"}:
-        raise ValueError(f"its columns {first[:8]} do not match its arrays.")
-    if not len(first) == len(set(names)) == len(integers):
-        raise ValueError(f"it has {len(first)} columns with the names {names[:8]}.")
+    first, names, integers = (
+        arrays[name].tolist() for name in ("columns", "names", "integers")
+    )
+    parts = "words", "ids", "counts"
+    expected = {f"{part} {k}" for part in parts for k in set(first)}
+    has_all = arrays.keys() == expected | {"columns", "names", "integers"}
+    if not has_all or not len(first) == len(set(names)) == len(integers):
+        raise ValueError(
+            f"it has columns with the names {names[:8]} and the arrays {[*arrays][:8]}."
+        )
     columns: dict[int, Column] = {}
     for k in set(first):
-        words, ids, counts = (arrays[f"{x} {k}"] for x in ("words", "ids", "counts"))
-        n = len(words)
-        if first[k] != k:
-            raise ValueError(f"its columns {first[:8]} share an unknown column.")
-        if (words[1:] <= words[:-1]).any():
-            raise ValueError(f"the words of column {k} are not in ascending order.")
-        if not np.array_equal(np.sort(ids), np.arange(1, n + 1)):
-            raise ValueError(f"the ids of column {k} are not from 1 to {n}.")
-        if len(counts) != n + 1 or counts.min() < 0:
-            raise ValueError(f"the counts of column {k} do not match its words.")
+        words, ids, counts = (arrays[f"{part} {k}"] for part in parts)
+        is_valid = (
+            first[k : k + 1] == [k]
+            and bool((words[1:] > words[:-1]).all())
+            and np.array_equal(np.sort(ids), np.arange(1, len(words) + 1))
+            and len(counts) == len(words) + 1
+            and counts.min() >= 0
+        )
+        if not is_valid:
+            raise ValueError(f"words, ids and counts of column {k} do not match.")
         if integers[k]:
             list(map(int, words.tolist()))  # raises a ValueError for other words
         columns[k] = Column(words, ids.astype(np.int32), counts, integers[k])
@@ -602,37 +556,25 @@ def _as_groups(
     return groups + [[name] for name in names if name not in given]
 
 
-def _as_limits(
-    min_count: Any, max_size: Any, groups: list[list[str]]
-) -> list[tuple[int, int | None]]:
-    """Returns `min_count` and `max_size` of each group of columns."""
-    counts = _by_group("min_count", min_count, 1, groups)
-    return list(zip(counts, _by_group("max_size", max_size, None, groups)))
-
-
-def _by_group(
+def _limits(
     argument: str, given: Any, default: int | None, groups: list[list[str]]
 ) -> list[Any]:
+    """Returns `min_count` or `max_size` of each group of columns."""
     names = [name for group in groups for name in group]
-    limits: dict[str, Any] = dict.fromkeys(names, given)
-    limits = dict(given) if isinstance(given, Mapping) else limits
-    for name, limit in limits.items():
-        limits[name] = default if limit is default else operator.index(limit)
-        if name not in names or limit is not None and limit < 1:
-            raise ValueError(
-                f"{argument} must be a positive int, or a dict of these for some of "
-                f"the columns {names}, got {given}."
-            )
-    of_groups = []
-    for group in groups:
-        group_limits = {limits[name] for name in group if name in limits} or {default}
-        of_groups.append(group_limits.pop())
-        if group_limits:
-            raise ValueError(
-                f"{argument} must be the same for the columns {group}, which share a "
-                f"vocabulary, got {given}."
-            )
-    return of_groups
+    is_dict = isinstance(given, Mapping)
+    by_name = dict(given) if is_dict else dict.fromkeys(names, given)
+    are_valid = all(x is default or operator.index(x) > 0 for x in by_name.values())
+    of_groups = [
+        {by_name[name] for name in group if name in by_name} or {default}
+        for group in groups
+    ]
+    if by_name.keys() - {*names} or not are_valid or max(map(len, of_groups)) > 1:
+        raise ValueError(
+            f"{argument} must be a positive int, or a dict of these for some of the "
+            f"columns {names}, the same for columns that share a vocabulary, got "
+            f"{given}."
+        )
+    return [limit for (limit,) in of_groups]
 
 
 class _Counter:
@@ -663,15 +605,23 @@ class _Counter:
         return self._tables[0]
 
     def column(self, min_count: int, max_size: int | None) -> Column:
-        """Returns the words that are in these limits."""
+        """Returns the words that are in these limits.
+
+        Ids are in the order of falling counts; equal counts in the order of bytes.
+        """
         table = self._merge()
         counts = table["count"].to_numpy().astype(np.int64)
         is_word = _arrow.import_pyarrow().compute.not_equal(table["word"], b"")
         is_kept = is_word.to_numpy() & (counts >= min_count)
         words = np.array(table["word"].filter(is_kept).to_pylist(), "S")
-        order = np.argsort(words)
+        order = np.lexsort((words, -counts[is_kept]))
+        order = order if max_size is None else order[: max_size - 1]
+        by_id = np.array(words[order].tolist(), "S")  # the narrowest dtype
         kept = counts[is_kept][order]
-        counts = np.append(counts.sum() - kept.sum(), kept)
-        ids = np.arange(1, len(words) + 1, dtype=np.int32)
-        whole = Column(words[order], ids, counts, self._are_integers == {True})
-        return whole.prune(min_count, max_size)
+        places = np.argsort(by_id)
+        return Column(
+            sorted_words=by_id[places],
+            ids=(places + 1).astype(np.int32),
+            counts=np.append(counts.sum() - kept.sum(), kept),
+            is_integer=self._are_integers == {True},
+        )

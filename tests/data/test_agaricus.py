@@ -60,7 +60,6 @@ MODELS = {
 # FTRL forgets initial weights, so it trains only the linear part of a machine.
 CASES = {
     "ftrl": ("logistic regression", lambda: sj.optim.ftrl(20.0, l1=1.0)),
-    "adagrad": ("logistic regression", lambda: optax.adagrad(1.0)),
     "machine": ("factorization machine", lambda: optax.adagrad(0.1)),
 }
 

@@ -4,9 +4,7 @@ import json
 import pickle
 import sys
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
@@ -108,16 +106,6 @@ def test_batches_hold_the_rows_they_say(n, batch_size, shuffle, seed):
     assert len(shapes) == 1 and "numpy" in shapes.pop()
 
 
-def test_a_jitted_step_compiles_once():
-    step = lambda ids, x: sj.segment_sum(ids).sum() + x.sum()
-    jitted = jax.jit(chex.assert_max_traces(step, 1))
-    loader = _numbered(50, batch_size=8, shuffle=True, drop_remainder=True)
-    for _ in range(3):
-        for ids, number in loader:
-            jitted(ids, number)
-    assert len(loader) == 6
-
-
 def test_nested_rows_have_a_capacity_for_each_level():
     nested = [[[1, 2], [3]], [], [[4]], [[5, 6, 7], [8], [9]]]
     column = sj.SegmentTensor.from_lists(nested)
@@ -137,16 +125,16 @@ def test_items_of_a_sequence_become_columns():
         assert ids.to_lists() == [[1, 2], [3]]
         assert array.tolist() == [[0, 0], [1, 1]] and number.tolist() == [1.5, 2.5]
     matrix = scipy.sparse.csr_matrix(np.eye(3))
-    batch = next(iter(sj.data.DataLoader([matrix[i] for i in (2, 0)], 2)))
-    assert batch.values["index"].tolist() == [2, 0]
-    assert next(iter(sj.data.DataLoader([(7,), (8,)], 2)))[0].tolist() == [7, 8]
+    batch = next(iter(sj.data.DataLoader([{"x": matrix[i]} for i in (2, 0)], 2)))
+    assert batch["x"].values["index"].tolist() == [2, 0]
+    lists = sj.data.ArrayDataset([np.array([1, 2]), np.array([3])])
+    assert next(iter(sj.data.DataLoader(lists, 2))).to_lists() == [[1, 2], [3]]
 
 
 def test_a_memory_map_is_read_by_rows(tmp_path):
     path = tmp_path / "x.npy"
     np.save(path, np.arange(12, dtype=np.float32).reshape(6, 2))
     dataset = sj.data.ArrayDataset(np.load(path, mmap_mode="r"))
-    assert isinstance(dataset.columns[0].values, np.memmap)
     batches = list(sj.data.DataLoader(dataset, 3))
     np.testing.assert_array_equal(np.concatenate(batches), np.load(path))
 
@@ -177,35 +165,24 @@ def test_padding_is_marked_or_left_out_or_at_least_logged(caplog):
     assert number.tolist() == [8, 9, 0, 0] and ids.lengths.tolist() == [3, 4, 0, 0]
     *_, last = _numbered(10, batch_size=4, drop_remainder=False)
     assert len(last) == 2 and last[1].tolist() == [8, 9, 0, 0]
-    single = sj.data.DataLoader(sj.data.ArrayDataset(np.arange(3)), 2, mask=True)
-    assert [mask.tolist() for _, mask in single] == [[True, True], [True, False]]
     assert not caplog.text
 
 
 # ------------------------------------------------------------------ capacity
 
 
-def test_auto_measures_the_batches_of_a_fixed_order():
-    loader = _numbered(40, batch_size=4)
-    sizes = [len(sum(([i] * (i % 5) for i in range(k, k + 4)), [])) for k in range(37)]
-    assert loader.capacity == max(sizes[::4])
-    assert "the largest batch" in repr(loader)
-
-
-@pytest.mark.parametrize("lengths", ["few long", "even", "zero"])
-def test_auto_holds_for_every_order(lengths):
+def test_auto_holds_for_every_order():
     rng = np.random.default_rng(0)
-    size = {
-        "few long": np.where(rng.random(4000) < 0.03, 90, rng.integers(0, 9, 4000)),
-        "even": rng.integers(10, 20, 400),
-        "zero": np.zeros(400, np.int64),
-    }[lengths]
-    loader = sj.data.DataLoader(
-        sj.data.ArrayDataset([[1] * int(k) for k in size]), 40, shuffle=True
-    )
-    drawn = [rng.choice(size, 40, replace=False).sum() for _ in range(1000)]
-    assert max(drawn) <= loader.capacity <= _capacity.largest(size, 40)
-    assert loader.capacity < _capacity.largest(size, 40) or lengths != "few long"
+    long = np.where(rng.random(4000) < 0.03, 90, rng.integers(0, 9, 4000))
+    for size, is_less in ((long, True), (np.zeros(400, int), False)):
+        dataset = sj.data.ArrayDataset([[1] * int(k) for k in size])
+        loader = sj.data.DataLoader(dataset, 40, shuffle=True)
+        drawn = [rng.choice(size, 40, replace=False).sum() for _ in range(1000)]
+        total = np.sort(size)[-40:].sum()
+        assert max(drawn) <= loader.capacity <= total
+        assert (loader.capacity < total) == is_less
+    ordered = sj.data.DataLoader(sj.data.ArrayDataset([[1] * k for k in range(9)]), 4)
+    assert ordered.capacity == 4 + 5 + 6 + 7 and "largest batch" in repr(ordered)
 
 
 @given(
@@ -225,10 +202,10 @@ def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
 
 
 def test_too_small_a_capacity_is_named():
-    with pytest.raises(ValueError, match="or 'auto', or overflow"):
+    with pytest.raises(ValueError, match="overflow"):
         _numbered(400, batch_size=50, capacity=3, shuffle=True)
     loader = _numbered(40, batch_size=4, capacity=14, shuffle=True)
-    with pytest.raises(ValueError, match=r"capacity=14 .* Pass capacity=16, "):
+    with pytest.raises(ValueError, match="Pass capacity=16"):
         for _ in range(200):  # an epoch with a batch of more than 14 comes, and is met
             first = iter(loader)  # with an error before its first batch
     assert loader.get_state()["batch"] == 0 and first.get_state()["epoch"] > 0
@@ -278,18 +255,7 @@ def test_each_epoch_has_its_order_and_a_seed_gives_it_again():
     assert first[1][:4] == [14, 12, 0, 9]
 
 
-def test_orders_know_nothing_of_the_users_random_numbers():
-    """Seed 0 once had the stream of default_rng(0), which sorted rows by their data."""
-    for seed in (0, 7):
-        data = np.random.default_rng(seed).random(1000)
-        loader = sj.data.DataLoader(
-            sj.data.ArrayDataset(data), 1000, shuffle=True, seed=seed
-        )
-        (batch,) = loader
-        assert abs(np.corrcoef(batch, np.arange(1000))[0, 1]) < 0.15
-
-
-@pytest.mark.parametrize("n, count", [(24, 3), (25, 3), (3, 4), (7, 2)])
+@pytest.mark.parametrize("n, count", [(25, 3), (3, 4)])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_shards_are_disjoint_and_cover(n, count, shuffle):
     loaders = [
@@ -300,12 +266,6 @@ def test_shards_are_disjoint_and_cover(n, count, shuffle):
     for _ in range(2):
         parts = [_seen(loader) for loader in loaders]
         assert sorted(sum(parts, [])) == list(range(n))
-    if n == 25:
-        dropping = [
-            _numbered(n, batch_size=2, drop_remainder=True, shard=(i, count))
-            for i in range(count)
-        ]
-        assert {len(list(loader)) for loader in dropping} == {4}
 
 
 # ------------------------------------------------------------------ the place
@@ -339,13 +299,6 @@ def test_a_saved_place_resumes_exactly(num_workers):
     assert _seen(whole) == expected[2]
 
 
-def test_a_place_among_other_rows_is_refused():
-    state = _numbered(20, batch_size=4, shuffle=True).get_state()
-    for options in (dict(batch_size=5), dict(batch_size=4, seed=1)):
-        with pytest.raises(ValueError, match="so its batches have other rows"):
-            _numbered(20, shuffle=True, **options).set_state(state)
-
-
 def test_batches_for_grain():
     loader = _numbered(20, batch_size=4, shuffle=True, seed=1)
     batches = loader.to_grain(epoch=1)
@@ -356,20 +309,74 @@ def test_batches_for_grain():
     assert copy[2][1].tolist() == expected[2]
 
 
-def test_it_works_under_gradients():
-    loader = _numbered(16, batch_size=8, shuffle=True)
-    table = jnp.ones((50, 2))
-    ids, _ = next(iter(loader))
-    grad = sj.grad(lambda t: sj.embedding_bag(t, ids).sum(), tables=True)(table)
-    counts = np.bincount(ids.values[: int(ids.lengths.sum())], minlength=50)
-    expected = np.stack([counts, counts], 1).astype(np.float32)
-    np.testing.assert_array_equal(grad.to_dense(), expected)
-
-
 def test_without_grain(monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)  # as if it were not there
     assert len(list(_numbered(4, batch_size=2))) == 2
-    with pytest.raises(ImportError, match=r"num_workers > 0 .*need grain.*x\[data\]"):
-        _numbered(4, batch_size=2, num_workers=1)
-    with pytest.raises(ImportError, match="to_grain need grain"):
-        _numbered(4, batch_size=2).to_grain()
+    for call in (
+        lambda: _numbered(4, batch_size=2, num_workers=1),
+        lambda: _numbered(4, batch_size=2).to_grain(),
+    ):
+        with pytest.raises(ImportError, match="grain"):
+            call()
+
+
+# ------------------------------------------------------------------ refusals
+
+
+def test_data_sets_that_are_refused():
+    dataset, loader, wrong = sj.data.ArrayDataset, sj.data.DataLoader, 1.5
+    keys = jax.random.split(jax.random.key(0))
+    for call, error, word in (
+        (lambda: dataset(), ValueError, "at least one"),
+        (lambda: dataset({"a": [1]}, [1]), TypeError, "only argument"),
+        (lambda: dataset([1, 2], [1]), ValueError, "same number"),
+        (lambda: dataset(object()), TypeError, "object"),
+        (lambda: dataset(["red", "blue"]), TypeError, "words"),
+        (lambda: dataset(np.ma.zeros(2)), TypeError, "masks"),
+        (lambda: dataset(keys), TypeError, "key_data"),
+        (lambda: dataset(np.array([2**40])), ValueError, "int32"),
+        (lambda: dataset([[1], [[2]]]), TypeError, "column"),
+        (lambda: dataset([1, [2, 3]]), TypeError, "column"),
+        (lambda: dataset([1, 2])[2], IndexError, "row 2"),
+        (lambda: sj.data.SimpleDataset(wrong), TypeError, "sequence"),  # pyright: ignore
+        (lambda: loader({"a": [1]}, 1), TypeError, "ArrayDataset"),
+        (lambda: loader((np.ones(2), np.ones(2)), 2), TypeError, "ArrayDataset"),
+        (lambda: loader([(1, 2), (3,)], 2), ValueError, "item 1"),
+        (lambda: loader([{"a": 1}, {"b": 2}], 2), ValueError, "keys"),
+        (lambda: loader([], 2), ValueError, "no rows"),
+        (lambda: loader(dataset({"mask": [1]}), 1, mask=True), ValueError, "mask"),
+    ):
+        with pytest.raises(error, match=word):
+            call()
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        (dict(batch_size=0), "batch_size"),
+        (dict(num_workers=-1), "num_workers"),
+        (dict(shard=(8, 8)), "shard"),
+        (dict(overflow="drop"), "overflow"),
+        (dict(capacity="x"), "capacity"),
+        (dict(capacity=-1), "capacity"),
+        (dict(capacity=(4,)), "capacity"),
+        (dict(capacity=(4, 4)), "capacity"),
+        (dict(capacity=((1, 2), None)), "capacity"),
+        (dict(batch_size=30, drop_remainder=True), "fill"),
+    ],
+)
+def test_options_that_are_refused(options, word):
+    with pytest.raises(ValueError, match=word):
+        _numbered(20, **{"batch_size": 4, **options})
+
+
+def test_states_that_are_refused():
+    loader = _numbered(20, batch_size=4)
+    for state, word in (
+        ({"epoch": 1}, "get_state"),
+        ({**loader.get_state(), "batch": 7}, "5 batches"),
+        (_numbered(20, batch_size=5).get_state(), "batch_size=5"),
+        (_numbered(20, batch_size=4, seed=1).get_state(), "seed=1"),
+    ):
+        with pytest.raises(ValueError, match=word):
+            loader.set_state(state)
