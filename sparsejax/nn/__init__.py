@@ -72,8 +72,6 @@ def __getattr__(name: str) -> _Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         return _importlib.import_module(f"{__name__}.{name}")
-    except RuntimeError as e:  # keras on another backend: without importlib's frames
-        raise e.with_traceback(None) from None
     except ModuleNotFoundError as e:
         package = _ADAPTERS[name]
         if (e.name or "").split(".")[0] != package:

@@ -205,8 +205,7 @@ class Dense:
                 "in_features."
             )
         x = _matrix.as_elements(x, columns)
-        _matrix.check_columns(x, columns)
-        index = x.values["index"] if isinstance(x.values, dict) else x.values
+        index, _ = _matrix.split(x)
         index = _arguments.as_integers(index, "the index")
         index = _row_ids.on_host(index)
         skip = _row_ids.without_segment(x, index.ndim)

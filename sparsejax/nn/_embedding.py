@@ -31,32 +31,30 @@ TABLE_INIT: Any = jax.nn.initializers.variance_scaling(
 )
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class TableLayer:
     """A layer whose only parameter is a table, `{"embedding": [V, D]}`."""
 
     num_embeddings: int
     features: int
-    sparse_grad: bool
-    dtype: DTypeLike | None
-    param_dtype: DTypeLike
-    padding_id: int | None
-    max_norm: float | None
-    mode: str
-    embedding_init: Initializer
+    _: dataclasses.KW_ONLY
+    sparse_grad: bool = True
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.dtype("float32")
+    padding_id: int | None = None
+    max_norm: float | None = None
+    mode: str = "fill"
+    embedding_init: Initializer = TABLE_INIT
 
     def __repr__(self) -> str:
         return _layer.show(self)
 
     def __post_init__(self) -> None:
-        dtype, param_dtype = (
-            self.dtype,
-            _layer.check_dtype("param_dtype", self.param_dtype),
-        )
+        dtype, positive = self.dtype, _arguments.static_int
+        param_dtype = _layer.check_dtype("param_dtype", self.param_dtype)
         vars(self).update(
-            num_embeddings=_arguments.static_int(
-                "num_embeddings", self.num_embeddings, 1
-            ),
-            features=_arguments.static_int("features", self.features, 1),
+            num_embeddings=positive("num_embeddings", self.num_embeddings, 1),
+            features=positive("features", self.features, 1),
             dtype=dtype if dtype is None else _layer.check_dtype("dtype", dtype),
             param_dtype=param_dtype,
             padding_id=as_padding_id(self.padding_id),
@@ -123,18 +121,17 @@ class TableLayer:
           >>> layer.row_ids(np.array([3, 0, 9, -1]))["embedding"].tolist()
           [3, -1, 9, -2]
         """
-        segments, given, skip = None, ids, np.zeros((), bool)
+        segments = None
         if isinstance(ids, SegmentTensor):
             segments, _ = split_weights(ids, None)
-            given = segments.values
-        found: Any = _row_ids.on_host(_arguments.as_integers(given))
+            ids = segments.values
+        ids = _row_ids.on_host(_arguments.as_integers(ids))
+        skip = lookup.padding_mask(ids, self.padding_id)
+        skip = np.zeros((), bool) if skip is None else _row_ids.on_host(skip)
         if segments is not None:
-            skip = _row_ids.without_segment(segments, found.ndim)
-        padding = lookup.padding_mask(found, self.padding_id)
-        if padding is not None:
-            skip = skip | _row_ids.on_host(padding)
-        found = _row_ids.row_ids(found, skip, self.num_embeddings, self.mode)
-        return {"embedding": found}
+            skip = skip | _row_ids.without_segment(segments, np.ndim(ids))
+        rows = _row_ids.row_ids(ids, skip, self.num_embeddings, self.mode)
+        return {"embedding": rows}
 
     def table_prefix(self) -> dict[str, bool | None]:
         """Returns `tables=` of `sparsejax.value_and_grad` for the parameters.
@@ -189,17 +186,6 @@ class Embedding(TableLayer):
       PyTorch, `nn.Embedding(sparse=True)`; Gluon, `nn.Embedding(sparse_grad=True)`;
       PaddlePaddle, `embedding(is_sparse=True)`; flax, `Embed`.
     """
-
-    num_embeddings: int
-    features: int
-    _: dataclasses.KW_ONLY
-    sparse_grad: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.dtype("float32")
-    padding_id: int | None = None
-    max_norm: float | None = None
-    mode: str = "fill"
-    embedding_init: Initializer = TABLE_INIT
 
     def __call__(self, params: PyTree, ids: ArrayLike | SegmentTensor) -> Any:
         """Returns the rows of `ids`.
@@ -321,17 +307,7 @@ class EmbeddingBag(TableLayer):
       PyTorch, `nn.EmbeddingBag(sparse=True)`; TorchRec, `EmbeddingBagConfig`.
     """
 
-    num_embeddings: int
-    features: int
-    _: dataclasses.KW_ONLY
-    combiner: str = "sum"
-    sparse_grad: bool = True
-    dtype: DTypeLike | None = None
-    param_dtype: DTypeLike = jnp.dtype("float32")
-    padding_id: int | None = None
-    max_norm: float | None = None
-    mode: str = "fill"
-    embedding_init: Initializer = TABLE_INIT
+    combiner: str = dataclasses.field(default="sum", kw_only=True)
 
     def __post_init__(self) -> None:
         check_combiner(self.combiner)

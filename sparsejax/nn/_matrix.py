@@ -1,9 +1,9 @@
 """The input matrix of Dense and SparseLinear: array or CSR.
 
-`as_matrix` converts an argument to an array or a `Csr`, and `multiply` accepts both.
+`as_matrix` converts an argument to an array or to a SegmentTensor whose strays are
+marked, and `multiply` accepts both.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -17,24 +17,6 @@ from sparsejax._lookup.embedding_bag import embedding_bag
 from sparsejax._rows import SelectedRows, check_whole, indexing
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.sums import segment_sum
-
-
-@dataclasses.dataclass(frozen=True)
-class Csr:
-    """A matrix in CSR, in which empty elements are harmless.
-
-    Args:
-      elements: SegmentTensor of `{"index", "value"}`, or of the indices alone.
-      index: integers `[n]`; `columns` marks an element that contributes zero. Other
-        indices out of range occur only in other modes than `"drop"`.
-      value: `[n]`, zero for those elements; None if all other values are one.
-      columns: number of columns.
-    """
-
-    elements: SegmentTensor
-    index: jax.Array
-    value: jax.Array | None
-    columns: int
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -70,46 +52,48 @@ class Elements(SegmentTensor):
 
 
 def as_matrix(x: Any, columns: int, mode: str = "drop") -> Any:
-    """Converts `x` to an array `[..., columns]` or a `Csr`; raises if it cannot.
+    """Converts `x` to an array `[..., columns]` or to CSR; raises if it cannot.
 
     Args:
       x: the argument.
       columns: the number of columns that `x` must have.
       mode: of the layer. With `"drop"`, an element whose column is out of range
         contributes zero; otherwise its column is left unchanged.
+
+    Returns:
+      An array, or a SegmentTensor of `{"index", "value"}` or of the indices alone. The
+      index `columns` stands for an element that contributes zero, whose value is zero.
     """
-    if not isinstance(x, SegmentTensor):
-        shape = np.shape(x)
-        if not shape or shape[-1] != columns:
-            raise _other_columns(shape, columns)
-        if not all(hasattr(x, name) for name in ("indptr", "indices", "data")):
-            array = _arguments.to_array(x, "x")
-            if not _is_real(array.dtype):
-                raise TypeError(f"x must be real numbers, got {array.dtype}.")
-            return array
-        x = SegmentTensor.from_csr(x)
-    check_columns(x, columns)
-    return _as_csr(x, columns, mode)
+    if _is_csr(x):
+        return _without_strays(as_elements(x, columns), columns, mode)
+    if np.shape(x)[-1:] != (columns,):
+        raise _other_columns(np.shape(x), columns)
+    array = _arguments.to_array(x, "x")
+    if not _is_real(array.dtype):
+        raise TypeError(f"x must be real numbers, got {array.dtype}.")
+    return array
 
 
 def as_elements(x: Any, columns: int) -> SegmentTensor:
     """Returns a CSR matrix's elements; raises for an array, which has every column."""
-    if isinstance(x, SegmentTensor):
-        return x  # unchanged: nothing is copied to a device
-    matrix = as_matrix(x, columns)
-    if isinstance(matrix, Csr):
-        return matrix.elements
-    raise TypeError(
-        f"inputs must be CSR, got an array of shape {matrix.shape}, which has every "
-        "column, so every row of the table would be pulled. Convert it with "
-        "SegmentTensor.from_csr, or use sparsejax.nn.Dense on the whole weights."
-    )
+    if not _is_csr(x):
+        raise TypeError(
+            f"inputs must be CSR, got an array of shape {np.shape(x)}, which has every "
+            "column, so every row of the table would be pulled. Convert it with "
+            "SegmentTensor.from_csr, or use sparsejax.nn.Dense on the whole weights."
+        )
+    if isinstance(x, SegmentTensor):  # unchanged: nothing is copied to a device
+        elements, width = x, getattr(x, "columns", columns)
+    else:
+        elements, width = SegmentTensor.from_csr(x), np.shape(x)[-1]
+    if width != columns:
+        raise _other_columns((elements.num_segments, width), columns)
+    return elements
 
 
-def check_columns(x: SegmentTensor, columns: int) -> None:
-    """Raises if `x` is known to have a different number of columns."""
-    if isinstance(x, Elements) and x.columns != columns:
-        raise _other_columns((x.num_segments, x.columns), columns)
+def _is_csr(x: Any) -> bool:
+    names = "indptr", "indices", "data"
+    return isinstance(x, SegmentTensor) or all(hasattr(x, name) for name in names)
 
 
 def _other_columns(shape: tuple, columns: int) -> ValueError:
@@ -119,10 +103,19 @@ def _other_columns(shape: tuple, columns: int) -> ValueError:
     )
 
 
-def _as_csr(x: SegmentTensor, columns: int, mode: str) -> Csr:
-    index, value = x.values, None
-    if isinstance(x.values, dict):
-        index, value = x.values["index"], x.values["value"]
+def split(x: SegmentTensor) -> tuple[Any, Any]:
+    """Returns the indices and the values of a matrix; None if all values are one."""
+    values = x.values
+    return (
+        (values["index"], values["value"])
+        if isinstance(values, dict)
+        else (values, None)
+    )
+
+
+def _without_strays(x: SegmentTensor, columns: int, mode: str) -> SegmentTensor:
+    """Marks the elements that contribute zero, as `as_matrix` describes."""
+    index, value = split(x)
     index = _arguments.as_ids(index, columns, "the index of x")
     if value is not None and (value.shape != index.shape or not _is_real(value.dtype)):
         raise TypeError(
@@ -135,7 +128,13 @@ def _as_csr(x: SegmentTensor, columns: int, mode: str) -> Csr:
     index = jnp.where(counts, index, _arguments.scalar(columns, index))
     if value is not None:
         value = indexing.zero_unless(counts, value)
-    return Csr(x, index, value, columns)
+    return _replace(x, index, value)
+
+
+def _replace(x: SegmentTensor, index: Any, value: Any) -> SegmentTensor:
+    values = index if value is None else {"index": index, "value": value}
+    static = x.num_segments, x.is_sorted
+    return SegmentTensor.tree_unflatten(static, (values, x.segment_ids))
 
 
 def _is_real(dtype: Any) -> bool:
@@ -149,7 +148,7 @@ def result_dtype(x: Any, weights: Any, dtype: Any) -> Any:
     """Returns the dtype of `x @ weights`: `dtype`, or the promoted dtype of both."""
     if dtype is not None:
         return dtype
-    factor = x.value if isinstance(x, Csr) else x
+    factor = split(x)[1] if isinstance(x, SegmentTensor) else x
     if factor is None:
         return weights.dtype
     return indexing.promote(factor.dtype, weights.dtype)
@@ -161,27 +160,25 @@ def multiply(x: Any, weights: Any, dtype: Any, mode: str) -> jax.Array:
     `mode` decides what an element reads if its column is out of range or not stored.
     """
     wide = indexing.accumulator_dtype(dtype)
-    if not isinstance(x, Csr):
+    if not isinstance(x, SegmentTensor):
         fix = "Pass x as CSR, or the whole weights."
         check_whole("params['kernel']", weights, "x is an array, which", fix)
         x, weights = x.astype(dtype), weights.astype(dtype)
         return jnp.tensordot(x, weights, axes=1, preferred_element_type=wide)
-    segments, count = x.elements.segment_ids, x.elements.num_segments
-    is_sorted = x.elements.is_sorted
+    index, value = split(x)
+    value = None if value is None else value.astype(wide)
     if mode != "drop" or isinstance(weights, SelectedRows):
         # Not `dot`: it reads zeros for a column out of range and for a row that is not
         # stored. A missing row is one that should have been pulled.
-        skip = x.index == _arguments.scalar(x.columns, x.index)
+        skip = index == _arguments.scalar(weights.shape[0], index)
         if mode != "drop":
-            skip = ~indexing.in_range(segments, count)
+            skip = ~indexing.in_range(x.segment_ids, x.num_segments)
         read_mode = "fill" if mode == "drop" else mode
-        rows = lookup.read(weights, x.index, skip, read_mode).astype(wide)
-        if x.value is not None:
-            rows *= indexing.append_axes(x.value.astype(wide), rows.ndim)
-        return segment_sum(rows, segments, count, indices_are_sorted=is_sorted)
-    if x.value is None:
-        ids = SegmentTensor.tree_unflatten((count, is_sorted), (x.index, segments))
-        return embedding_bag(weights, ids, mode="zero").astype(wide)
-    values = {"index": x.index, "value": x.value.astype(wide)}
-    csr = SegmentTensor.tree_unflatten((count, is_sorted), (values, segments))
-    return dot(csr, weights).astype(wide)
+        rows = lookup.read(weights, index, skip, read_mode).astype(wide)
+        if value is not None:
+            rows *= indexing.append_axes(value, rows.ndim)
+        segments, count = x.segment_ids, x.num_segments
+        return segment_sum(rows, segments, count, indices_are_sorted=x.is_sorted)
+    if value is None:
+        return embedding_bag(weights, x, mode="zero").astype(wide)
+    return dot(_replace(x, index, value), weights).astype(wide)

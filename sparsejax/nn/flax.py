@@ -52,7 +52,7 @@ class Layer(linen.Module):
     @linen.compact
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Calls the layer with the module's parameters."""
-        if not self._names():
+        if not self._params():
             made = init_for(self.layer, self.make_rng("params"), *inputs[:1])
             for name, value in made.items():
                 self.param(name, lambda _, value=value: value)
@@ -62,11 +62,8 @@ class Layer(linen.Module):
         """Calls `Embedding.attend`, the scores of all rows; the table must exist."""
         return self.layer.attend(self._params(), query)
 
-    def _names(self) -> list[str]:
-        return list(self.variables.get("params", {}))
-
     def _params(self) -> dict[str, Any]:
-        return {name: self.get_variable("params", name) for name in self._names()}
+        return dict(self.variables.get("params", {}))
 
 
 # ------------------------------------------------------------------ to_bytes

@@ -24,14 +24,13 @@ from sparsejax.transform.grad import value_and_grad
 
 
 def _import_keras() -> Any:
-    module, backend = None, ""
     try:
         module = importlib.import_module("keras")
         backend = module.backend.backend()
-    except ModuleNotFoundError as e:
+    except ModuleNotFoundError as e:  # of the package of another backend
         if e.name == "keras":
             raise
-        backend = f"{e.name}, which is not installed"
+        module, backend = None, f"{e.name}, which is not installed"
     if backend != "jax":
         raise RuntimeError(
             f"sparsejax.nn.keras needs Keras 3 on the JAX backend, got {backend}. Set "
@@ -49,22 +48,14 @@ _register = keras.saving.register_keras_serializable("sparsejax")
 
 # ------------------------------------------------------------------ optimizer
 
-# The transformations of the same meaning, by the lower-case names of Keras' classes.
-_SAME = {
-    "adadelta": "optax.adadelta",
+# What takes the place of Keras' optimizers that are not row-separable or not in optax.
+# The others are in optax under their names in lower case.
+_INSTEAD = {
     "adafactor": "sparsejax.optim.rowwise_adagrad",
-    "adagrad": "optax.adagrad",
-    "adam": "optax.adam",
-    "adamax": "optax.adamax",
-    "adamw": "optax.adamw",
     "ftrl": "sparsejax.optim.ftrl",
     "lamb": "sparsejax.optim.partial_rowwise_lamb",
-    "lion": "optax.lion",
     "muon": "optax.adam",
-    "nadam": "optax.nadam",
-    "rmsprop": "optax.rmsprop",
     "schedulefreeadamw": "optax.adamw",
-    "sgd": "optax.sgd",
 }
 
 
@@ -210,12 +201,13 @@ def _check_transformation(tx: Any) -> None:
         return
     name = tx["class_name"] if isinstance(tx, dict) else tx
     name = name if isinstance(name, str) else type(tx).__name__
+    known = name.lower() if hasattr(optax, name.lower()) else "adam"
+    instead = _INSTEAD.get(name.lower(), f"optax.{known}")
     rate: Any = getattr(tx, "_learning_rate", 1e-3)
     rate = f"{float(rate.value):g}" if isinstance(rate, keras.Variable) else "1e-3"
-    same = _SAME.get(name.lower(), "optax.adam")
     raise TypeError(
         f"Optimizer: tx must be an optax transformation, got {name!r}. Write "
-        f"Optimizer({same}({rate})), with its other options by optax's names."
+        f"Optimizer({instead}({rate})), with its other options by optax's names."
     )
 
 
@@ -390,21 +382,17 @@ class SparseModel(keras.Model):
         """
         x = jax.tree.map(jnp.asarray, x)
         self(x, training=False)  # builds what is not built yet
-        paths = _paths(self.trainable_variables)
-        others = [v.value for v in self.non_trainable_variables]
+        variables = self.trainable_variables
+        paths = _paths(variables)
 
         def loss_fn(params):
-            outputs, _, losses = self.stateless_call(
-                [params[path] for path in paths],
-                others,
-                x,
-                training=True,
-                return_losses=True,
-            )
-            return sum(jnp.sum(each) for each in jax.tree.leaves([outputs, losses]))
+            mapping = [(v, params[path]) for v, path in zip(variables, paths)]
+            with keras.StatelessScope(mapping, collect_losses=True):
+                outputs = self(x, training=True)
+                leaves = jax.tree.leaves([outputs, self.losses])
+            return sum(map(jnp.sum, leaves))
 
-        values = [v.value for v in self.trainable_variables]
-        return explain(loss_fn)(dict(zip(paths, values)))
+        return explain(loss_fn)(dict(zip(paths, [v.value for v in variables])))
 
 
 @_register

@@ -1,6 +1,5 @@
 """rows_touched: how many rows each step reads, and the skew of the reads."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +10,6 @@ from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
 
 
-_BLUE, _ORANGE = "#2b6cb0", "#c05621"  # visible on light and on dark
-_INK = "#7a8490"
 _POINTS = 2000
 
 
@@ -63,12 +60,11 @@ def rows_touched(steps: Iterable[Any], height: int, *, title: str = "") -> Any:
             "'sparsejax[viz]'."
         ) from error
     figure = Figure(figsize=(10, 3.6), layout="constrained")
-    figure.patch.set_alpha(0)
     left, right = figure.subplots(1, 2)
     _draw_steps(left, ids, height)
     _draw_skew(right, np.concatenate(ids), height)
     if title:
-        figure.suptitle(title, color=_INK)
+        figure.suptitle(title)
     return figure
 
 
@@ -92,17 +88,14 @@ def _ids_of(step: Any, height: int) -> np.ndarray:
 
 
 def _draw_steps(axes: Any, ids: list[np.ndarray], height: int) -> None:
-    number = np.arange(len(ids))
     distinct = [len(np.unique(x)) for x in ids]
-    marks = {"marker": "o", "markersize": 3} if len(ids) < 60 else {}
-    read = [len(x) for x in ids]
-    axes.plot(number, read, color=_ORANGE, label="ids read", **marks)
-    axes.plot(number, distinct, color=_BLUE, label="distinct rows", **marks)
-    axes.axhline(height, color=_INK, ls="--", lw=1, label="rows of the table")
-    axes.set_yscale("log")
+    marker = "." if len(ids) < 60 else ""
+    axes.plot([len(x) for x in ids], marker=marker, label="ids read")
+    axes.plot(distinct, marker=marker, label="distinct rows")
+    axes.axhline(height, color="gray", ls="--", label="rows of the table")
     axes.set_ylim(max(0.4, min(distinct) / 2), height * 2)
-    _finish(axes, "Rows touched per step", "step", "rows")
-    axes.legend(frameon=False, labelcolor=_INK, fontsize=9)
+    axes.set(yscale="log", title="Rows touched per step", xlabel="step", ylabel="rows")
+    axes.legend()
 
 
 def _draw_skew(axes: Any, ids: np.ndarray, height: int) -> None:
@@ -114,26 +107,6 @@ def _draw_skew(axes: Any, ids: np.ndarray, height: int) -> None:
     if len(share) > _POINTS:
         shown = np.unique(np.geomspace(1, len(share), _POINTS).astype(np.int64)) - 1
     # The other rows were not read: the curve stays at 100 %.
-    line = [np.append(x[shown], 100) for x in (popular, share)] if len(share) else []
-    axes.plot(*line, color=_BLUE)
-    axes.set_xscale("log")
-    axes.set_ylim(0, 103)
-    if len(share):
-        top = math.ceil(height / 100)
-        at = share[min(top, len(share)) - 1]
-        axes.plot([100 * top / height], [at], "o", color=_ORANGE)
-        text = f"top {top:,} row(s) ({100 * top / height:.3g} %): {at:.0f} % of reads"
-        # A rising curve leaves this corner free.
-        where = {"transform": axes.transAxes, "ha": "right", "fontsize": 9}
-        axes.text(0.98, 0.04, text, color=_ORANGE, **where)
-    _finish(axes, "Skew of the reads", "% of rows, most popular first", "% of reads")
-
-
-def _finish(axes: Any, title: str, x: str, y: str) -> None:
-    axes.patch.set_alpha(0)
-    axes.set_title(title, color=_INK, fontsize=11)
-    axes.set_xlabel(x, color=_INK)
-    axes.set_ylabel(y, color=_INK)
-    axes.tick_params(colors=_INK, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_INK)
+    axes.plot(np.append(popular[shown], 100), np.append(share[shown], 100))
+    axes.set(xscale="log", ylim=(0, 103), title="Skew of the reads")
+    axes.set(xlabel="% of rows, most popular first", ylabel="% of reads")

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import checkify
-from jax.test_util import check_grads
 
 import sparsejax as sj
 from helpers import assert_no_dense, assert_trees_close, eqns_of
@@ -150,9 +149,7 @@ def test_an_id_never_reads_the_neighbour():
     )
     call = jax.jit(checkify.checkify(lambda ids: strict(params, {"a": ids})["a"]))
     assert call(jnp.array([4, -1]))[0].get() is None
-    message = str(call(jnp.array([4, 5]))[0].get())
-    assert "1 of 2 ids are out of range; the first is 5" in message
-    assert "the table has 5 rows" in message
+    assert "the table has 5 rows" in str(call(jnp.array([4, 5]))[0].get())
 
 
 def test_as_few_gathers_as_shapes_allow():
@@ -267,27 +264,6 @@ def test_gradient_is_that_of_the_tables_one_by_one():
 
 
 @pytest.mark.slow
-def test_numerical_gradients_and_wide_types(x64):
-    wide: Any = dict(param_dtype="float64", padding_id=0)
-    layer = sj.nn.EmbeddingCollection(
-        {"a": Bag(7, 2, combiner="sqrtn", **wide), "b": Embedding(5, 2, **wide)},
-        {"a": "a", "b": "b", "c": ("b", "logsumexp")},
-    )
-    ids = {
-        "a": sj.SegmentTensor.from_lists([[6, 1], [], [3]]),
-        "b": jnp.array([4, 0], jnp.int64),
-        "c": jnp.array([[1, 2], [0, 4]], jnp.uint8),
-    }
-    w = jnp.array([0.5, -2.0, 3.0])
-    params = jax.jit(layer.init)(jax.random.key(0))
-    f = lambda params, w: _loss(layer(params, ids, {"a": w}))
-    check_grads(jax.jit(f), (params, w), 1, ["fwd", "rev"])
-    out = jax.eval_shape(LAYER, jax.eval_shape(LAYER.init, jax.random.key(0)), _ids())
-    assert {x.dtype.name for x in jax.tree.leaves(out)} <= {"float32", "int32", "int64"}
-    assert {out[name].dtype.name for name in ("user", "clicked")} == {"float32"}
-
-
-@pytest.mark.slow
 def test_stacks_that_were_pulled():
     params, ids = _params(), _ids()
     named = jax.jit(LAYER.row_ids)(ids)
@@ -322,16 +298,11 @@ def test_tables_one_by_one():
 
 
 def test_tables_are_drawn_by_their_own_layers():
-    fill = lambda value: lambda key, shape, dtype: jnp.full(shape, value, dtype)
-    layer = sj.nn.EmbeddingCollection(
-        {
-            "a": Bag(5, 2, embedding_init=fill(1.0)),
-            "b": Bag(7, 2, embedding_init=fill(2.0)),
-            "c": (6, 2),
-        }
-    )
+    ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
+    tables = {"a": Bag(5, 2, embedding_init=ones), "b": Bag(7, 2, embedding_init=zeros)}
+    layer = sj.nn.EmbeddingCollection(tables | {"c": (6, 2)})
     tables = layer.unstack(jax.jit(layer.init)(jax.random.key(0)))
-    assert np.all(tables["a"] == 1) and np.all(tables["b"] == 2)
+    assert np.all(tables["a"] == 1) and np.all(tables["b"] == 0)
     assert np.unique(tables["c"]).size == 12
 
 
@@ -352,68 +323,35 @@ def test_a_collection_is_static():
     assert out["x"].shape == (1, 2)
 
 
-Collection: Any = sj.nn.EmbeddingCollection
-WRONG_FIELDS = [
-    (lambda: Collection({}), "no feature reads"),
-    (
-        lambda: Collection({"a": (5, 2)}, {"x": "b"}),
-        r"'x' reads the table 'b'.*\['a'\]",
-    ),
-    (
-        lambda: Collection({"a": sj.nn.SparseEmbedding(5, 2, name="a")}),
-        "'a' must be an Embedding or an EmbeddingBag",
-    ),
-    (lambda: Collection({"a": (5, 0)}), "features must be a positive int, got 0"),
-    (lambda: Collection({"a": (5, 2)}, {}), r"no feature reads the tables \['a'\]"),
-    (
-        lambda: Collection({"a": (2**30, 2), "b": (2**30, 2)}).row_ids({"a": TWO}),
-        "64-bit ids",
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "message"), WRONG_FIELDS)
-def test_wrong_fields(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        make()
-
-
-TWO = jnp.array([1, 2])
-WRONG_CALLS = [
-    (dict(ids={"users": TWO}), r"features \['user', 'flag'.*ids of \['users'\]"),
-    (
-        dict(ids={"user": TWO}, weights={"flag": TWO}),
-        r"beside their ids, got .* weights of \['flag'\]",
-    ),
-    (
-        dict(ids={"user": TWO}, weights={"user": jnp.ones(3)}),
-        r"'user', with ids of shape \(2,\).*has .* of shape \(3,\)",
-    ),
-    (dict(ids={"seen": TWO}, weights={"seen": TWO}), "'max'"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), WRONG_CALLS)
-def test_wrong_calls(options, message):
-    params = {STACK: jnp.zeros((HEIGHT, D))}
-    with pytest.raises(
-        (TypeError, ValueError), match=rf"EmbeddingCollection.*{message}"
+def test_wrong_fields():
+    make, two = sj.nn.EmbeddingCollection, {"a": (5, 2)}
+    tall = make({"a": (2**30, 2), "b": (2**30, 2)})
+    for call, word in (
+        (lambda: make({}), "no feature"),
+        (lambda: make(two, {}), "no feature"),
+        (lambda: make(two, {"x": "b"}), "'b'"),
+        (lambda: make({"a": sj.nn.SparseEmbedding(5, 2, name="a")}), "store"),
+        (lambda: make({"a": (5, 0)}), "features"),
+        (lambda: tall.row_ids({"a": jnp.arange(2)}), "64-bit"),
     ):
-        LAYER(params, **options)
+        with pytest.raises((TypeError, ValueError), match=word):
+            call()
 
 
-@pytest.mark.slow
-def test_wrong_parameters():
-    params = {STACK: jnp.zeros((HEIGHT, D))}
-    with pytest.raises(
-        TypeError, match=r"keys \['stack_width3_float32'\],.* got \['embedding'\]"
+def test_wrong_calls():
+    params, two = {STACK: jnp.zeros((HEIGHT, D))}, jnp.array([1, 2])
+    one, nested = {"user": two}, sj.SegmentTensor(jnp.ones((2, 2), int), two, 2)
+    for call, word in (
+        (lambda: LAYER(params, {"users": two}), "users"),
+        (lambda: LAYER(params, one, {"flag": two}), "flag"),
+        (lambda: LAYER(params, one, {"user": jnp.ones(3)}), "weights"),
+        (lambda: LAYER(params, {"seen": two}, {"seen": two}), "max"),
+        (lambda: LAYER(params, {"clicked": nested}), "shape"),
+        (lambda: LAYER({"embedding": params[STACK]}, one), "keys"),
+        (lambda: LAYER({STACK: jnp.zeros((5, D))}, one), "shape"),
+        (lambda: LAYER.get_table(params, "users"), "users"),
+        (lambda: LAYER.set_table(params, "flag", jnp.ones((3, 3))), "shape"),
+        (lambda: LAYER.stack({"user": jnp.ones((101, D))}), "keys"),
     ):
-        LAYER({"embedding": params[STACK]}, {"user": TWO})
-    with pytest.raises(ValueError, match=r"must be an array of shape \(599, 3\)"):
-        LAYER({STACK: jnp.zeros((5, D))}, {"user": TWO})
-    with pytest.raises(KeyError, match="users"):
-        LAYER.get_table(params, "users")
-    with pytest.raises(ValueError, match=r"'flag' must have shape \(2, 3\)"):
-        LAYER.set_table(params, "flag", jnp.ones((3, 3)))
-    with pytest.raises(TypeError, match=r"keys \['flag', 'item', .* got \['user'\]"):
-        LAYER.stack({"user": jnp.ones((101, D))})
+        with pytest.raises((TypeError, ValueError, KeyError), match=word):
+            call()

@@ -71,20 +71,19 @@ def test_wrong_optimizers():
     built.build([one])
     sgd = call(optax.sgd(0.1))
     exact = sj.optim.exact(optax.sgd(0.1, 0.9))
-    for wrong, error, said in (
-        (lambda: call(3), TypeError, "got 'int'"),
-        (lambda: call(optax.adam), TypeError, "must be an optax transformation"),
-        (lambda: call("sgd"), TypeError, r"Optimizer\(optax.sgd\(1e-3\)\)"),
-        (lambda: call(O.Adam(0.05)), TypeError, r"Optimizer\(optax.adam\(0.05\)\)"),
+    for wrong, error, word in (
+        (lambda: call(3), TypeError, "'int'"),
+        (lambda: call(optax.adam), TypeError, "transformation"),
+        (lambda: call(O.Adam(0.05)), TypeError, r"optax.adam\(0.05\)"),
         (lambda: call(O.serialize(O.Lion())), TypeError, "optax.lion"),
-        (lambda: call(exact), ValueError, "fit cannot do"),
-        (lambda: call(optax.lamb(0.1)).build([one]), ValueError, "cannot be lifted"),
-        (lambda: sgd.apply([one.value]), ValueError, "has no variables yet"),
-        (lambda: built.apply([one.value], [one, one]), ValueError, "the 1 for which"),
+        (lambda: call(exact), ValueError, "exact"),
+        (lambda: call(optax.lamb(0.1)).build([one]), ValueError, "lifted"),
+        (lambda: sgd.apply([one.value]), ValueError, "variables"),
+        (lambda: built.apply([one.value], [one, one]), ValueError, "others"),
         (lambda: setattr(built, "learning_rate", 0.2), ValueError, "inject_hyperparam"),
-        (lambda: built.get_config(), ValueError, "cannot be saved in a config"),
+        (lambda: built.get_config(), ValueError, "config"),
     ):
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=word):
             wrong()
 
 
@@ -99,16 +98,18 @@ def test_every_optimizer_of_keras_is_refused_with_a_call_that_trains():
     model = _functional(sj.nn.keras.SparseModel)
     names = {"Optimizer": sj.nn.keras.Optimizer, "optax": optax, "sparsejax": sj}
     for kind in kinds:
-        with pytest.raises(TypeError, match="Optimizer: tx must be") as caught:
+        with pytest.raises(TypeError, match="Optimizer") as caught:
             model.compile(kind.__name__.lower(), "mse")
         (instead,) = re.findall(r"Write (Optimizer\(.*\)),", str(caught.value))
         model.compile(eval(instead, names), "mse")
         model.train_on_batch(*_data(n=4))
 
 
-def test_a_list_of_layers_is_refused():
-    with pytest.raises(TypeError, match=r"got a list\. .*keras\.Sequential"):
-        sj.nn.keras.SparseModel([layers.Embedding(V, D), layers.Dense(1)])
+def test_models_that_are_refused():
+    make = sj.nn.keras.SparseModel
+    for wrong in ([layers.Embedding(V, D), layers.Dense(1)], _functional(keras.Model)):
+        with pytest.raises(TypeError, match="model.inputs"):
+            make(wrong)
 
 
 def test_explain():
@@ -128,16 +129,13 @@ def test_explain():
 
 
 def test_another_backend(monkeypatch):
-    def missing(name):
+    def missing():
         raise ModuleNotFoundError(name="tensorflow")
 
-    with monkeypatch.context() as m, pytest.raises(RuntimeError) as caught:
-        m.setattr(sj.nn.keras.importlib, "import_module", missing)
-        sj.nn.keras._import_keras()
-    assert "got tensorflow, which is not installed" in str(caught.value)
-    monkeypatch.setattr(keras.backend, "backend", lambda: "tensorflow")
-    with pytest.raises(RuntimeError, match="got tensorflow.*'KERAS_BACKEND'.* = 'jax'"):
-        sj.nn.keras._import_keras()
+    for backend in (missing, lambda: "tensorflow"):
+        monkeypatch.setattr(keras.backend, "backend", backend)
+        with pytest.raises(RuntimeError, match="tensorflow.*KERAS_BACKEND"):
+            sj.nn.keras._import_keras()
 
 
 # ------------------------------------------------------------------ training
@@ -181,9 +179,8 @@ class Towers(sj.nn.keras.SparseModel):
         self.drop = layers.Dropout(0.3, seed=1)
         self.head = layers.Dense(1)
 
-    def call(self, inputs, training=False):
-        x = self.items(inputs["item"]) * self.users(inputs["user"])
-        x = self.drop(x, training=training)
+    def call(self, inputs):
+        x = self.drop(self.items(inputs["item"]) * self.users(inputs["user"]))
         self.add_loss(1e-3 * keras.ops.mean(x**2))
         return self.head(x)
 
@@ -222,7 +219,7 @@ def test_tables_are_updated_in_place():
 
 
 def test_tables_that_are_not_sparse_or_not_trained():
-    """A tied table has a dense gradient; a frozen one stays as it is."""
+    """A tied table has a dense gradient; constraints hold; a frozen one stays."""
     x, y = np.array([[3], [7]]), np.array([[1], [2]])
 
     def tied(cls):
@@ -243,12 +240,17 @@ def test_tables_that_are_not_sparse_or_not_trained():
         model.fit(x, y, epochs=2, verbose=0)
         results.append(_weights(model))
     _assert_same(*results)
-    model = _functional(sj.nn.keras.SparseModel)
+    model = _functional(
+        sj.nn.keras.SparseModel, embeddings_constraint=keras.constraints.UnitNorm(1)
+    )
+    model.compile(optax.sgd(0.1), "mse")
+    model.fit(*_data(n=4), verbose=0)
+    table = model.get_layer("items").embeddings.numpy()
+    np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, rtol=1e-5)
     model.get_layer("items").trainable = False
-    before = model.get_layer("items").embeddings.numpy().copy()
     model.compile(optax.sgd(0.1), "mse")
     model.fit(*_data(), verbose=0)
-    assert _moved(model, before) == []
+    assert _moved(model, table) == []
 
 
 def test_mixed_precision():
@@ -262,7 +264,7 @@ def test_mixed_precision():
         assert len([v for v in model.explain(x).leaves if v.sparse]) == 1
         keras.config.set_dtype_policy("mixed_float16")
         model = _functional(sj.nn.keras.SparseModel)
-        with pytest.raises(ValueError, match="dynamic loss scale of mixed_float16"):
+        with pytest.raises(ValueError, match="mixed_float16"):
             model.compile(optax.adam(0.1), "mse")
         model.compile(optax.adam(0.1), "mse", auto_scale_loss=False)
         before = model.get_layer("items").embeddings.numpy().copy()
@@ -270,16 +272,6 @@ def test_mixed_precision():
         assert _moved(model, before) == sorted(set(x.ravel()))
     finally:
         keras.config.set_dtype_policy(policy)
-
-
-def test_a_constraint_on_a_table():
-    model = _functional(
-        sj.nn.keras.SparseModel, embeddings_constraint=keras.constraints.UnitNorm(1)
-    )
-    model.compile(optax.sgd(0.1), "mse")
-    model.fit(*_data(n=4), verbose=0)
-    table = model.get_layer("items").embeddings.numpy()
-    np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, rtol=1e-5)
 
 
 def test_learning_rates_of_callbacks():
@@ -316,8 +308,6 @@ def test_an_optimizer_for_each_table():
     model.fit(x, y, verbose=0)
     assert _moved(model, before) == []
     assert (model.layers[-1].kernel.numpy() != dense).any()
-    with pytest.raises(TypeError, match=r"Write SparseModel\(model\.inputs"):
-        sj.nn.keras.SparseModel(model)
 
 
 def test_the_state_is_in_the_order_of_the_variables():
@@ -398,13 +388,11 @@ def test_functional_models():
         model.compile(optax.adam(0.1), "mse")
         given = {"item": x[:, 0], "user": x[:, 1]} if isinstance(model, Towers) else x
         model.fit(given, y, verbose=0)
-    assert Towers.__mro__[1:3] == (sj.nn.keras.SparseModel, keras.Model)
     wrong = type("Wrong", (sj.nn.keras.SparseModel,), {"__init__": build})
-    with pytest.raises(TypeError, match="subclass sparsejax.nn.keras.SparseFunctional"):
+    with pytest.raises(TypeError, match="SparseFunctional"):
         wrong()
-    sequential = keras.Sequential(
-        [layers.Input((2,), dtype="int32"), layers.Embedding(V, D), layers.Flatten()]
-    )
+    inner = [layers.Input((2,), dtype="int32"), layers.Embedding(V, D)]
+    sequential = keras.Sequential([*inner, layers.Flatten()])
     model = sj.nn.keras.SparseModel(sequential.inputs, sequential.outputs)
     model.compile(optax.adam(0.1), "mse")
     model.fit(x, np.zeros((N, 2 * D)), verbose=0)
