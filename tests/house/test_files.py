@@ -6,7 +6,6 @@ import os
 import pickle
 import stat
 import sys
-import textwrap
 import zipfile
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from helpers import run_python
 from sparsejax._files import ArraySpec, read_npz, replacing
 
 
@@ -128,41 +126,6 @@ def test_an_error_leaves_the_old_file(tmp_path):
         raise KeyError
     assert (tmp_path / "file").read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["file"]
-
-
-# Children that write without end, one after the other killed at a random moment.
-KILLED = """
-    import os, pathlib, random, signal, sys, time
-    from sparsejax._files import replacing
-
-    path = pathlib.Path(sys.argv[1])
-    dice, begun = random.Random(0), 0
-    for trial in range(int(sys.argv[2])):
-        child = os.fork()
-        if not child:
-            while True:
-                with replacing(path) as file:
-                    for _ in range(4):
-                        file.write(bytes([trial % 256]) * 50_000)
-        time.sleep(dice.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        begun += len(os.listdir(path.parent)) > path.exists()
-        if path.exists():
-            found = path.read_bytes()
-            assert len(found) == 200_000 and len(set(found)) == 1
-    with replacing(path) as file:
-        file.write(b"last")
-    print(begun, *(x for x in os.listdir(path.parent) if x[:6] != ".file."))
-"""
-
-
-@pytest.mark.slow
-def test_killed_while_writing(tmp_path):
-    """SIGKILL at 60 random moments: a whole file each time."""
-    printed = run_python("-c", textwrap.dedent(KILLED), tmp_path / "file", 60)
-    within, *left = printed.split()
-    assert int(within) > 5 and left == ["file"]
 
 
 # ------------------------------------------------------------------ archives

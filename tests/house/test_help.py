@@ -1,12 +1,11 @@
 """Help pages: checks of the docstrings of public names.
 
-`Args` name the parameters of a function and no others. A function lists its errors if
-it, or a function that it calls for its checks, has a `raise`. Ruff (D) checks the form
-of docstrings; `tests/house/test_house.py` requires examples, which run as doctests.
+`Args` name the parameters of a function and no others. A function that has a `raise`
+lists its errors. Ruff (D) checks the form of docstrings; `tests/house/test_house.py`
+requires examples, which run as doctests.
 """
 
 import ast
-import functools
 import importlib
 import inspect
 import re
@@ -22,8 +21,6 @@ import test_house
 PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
 SECTIONS = {"Args", "Returns", "Raises", "Example", "References"}
-# Functions with these names check arguments; their errors are their callers'.
-CHECKER = re.compile(r"^_?(check|as)_")
 
 
 def _public():
@@ -69,42 +66,21 @@ def _parameters(value):
     }
 
 
-@functools.cache
-def _tree(function):
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError):
-        return ast.Module([], [])
-
-
 def _raises(function):
-    raised = [n.exc for n in _nodes(function) if isinstance(n, ast.Raise) and n.exc]
-    return any("AssertionError" not in ast.unparse(error) for error in raised)
-
-
-def _nodes(function):
-    """The nodes that run when it is called; inner functions are left out."""
-    queue = list(_tree(function).body)
-    queue = [x for node in queue for x in getattr(node, "body", [])]
+    """Whether it has a `raise`; those of inner functions are left out."""
+    try:
+        (body,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, ValueError):
+        return False
+    queue = list(getattr(body, "body", []))
     while queue:
         node = queue.pop()
-        yield node
+        if isinstance(node, ast.Raise) and node.exc:
+            if "AssertionError" not in ast.unparse(node.exc):
+                return True
         if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
             queue.extend(ast.iter_child_nodes(node))
-
-
-def _checkers(function):
-    """The functions of the package that it calls for its checks."""
-    for node in _nodes(function):
-        if not isinstance(node, ast.Call):
-            continue
-        called = test_house._dotted(node.func) or ""
-        place, _, name = called.rpartition(".")
-        if CHECKER.match(name):
-            owner = function.__globals__.get(place) if place else None
-            found = getattr(owner, name, None) or function.__globals__.get(called)
-            if inspect.isfunction(found):
-                yield found
+    return False
 
 
 # ------------------------------------------------------------------ each name
@@ -157,12 +133,7 @@ def _errors(name, value):
     function = vars(value).get("__init__") if inspect.isclass(value) else value
     if not inspect.isfunction(function) or "Raises" in _sections(value):
         return None
-    if _raises(function):
-        return "raises, and does not say so"
-    if inspect.isfunction(value) and _is_method(name):
-        return None  # errors of the arguments of most methods are plain
-    checkers = [check.__name__ for check in _checkers(function) if _raises(check)]
-    return f"{checkers} raise, and it does not say so" if checkers else None
+    return "raises, and does not say so" if _raises(function) else None
 
 
 def test_errors_are_told():
@@ -174,7 +145,6 @@ def test_the_walk_finds_what_it_should():
     assert {"sparsejax.lookup", "sparsejax.SelectedRows.get"} <= PUBLIC.keys()
     assert _parameters(sj.lookup) == _named(_sections(sj.lookup)["Args"])
     assert _raises(sj.SelectedRows.from_dense)
-    assert "check_mode" in {check.__name__ for check in _checkers(sj.lookup)}
 
 
 # ------------------------------------------------------------------ packages

@@ -113,7 +113,6 @@ nbformat.write(notebook, sys.argv[1])
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_notebook_installs_and_runs_on_colab(tmp_path):
     """In a new environment with Colab's releases, from a wheel of this checkout.
 

@@ -83,14 +83,3 @@ def test_a_bar_or_lines_without_tqdm(capsys, monkeypatch):
     _report(True)
     err = capsys.readouterr().err
     assert err.startswith("f: 100%  ") and err.endswith(" rows/s\n")
-
-
-def test_a_function_or_nothing(capsys):
-    seen = []
-    _report(lambda *done: seen.append(done))
-    assert seen == [(1, 4), (4, 4)]
-    _report(False)
-    assert capsys.readouterr() == ("", "")
-    for wrong in (1, None, "yes"):
-        with pytest.raises(TypeError, match="f: progress must be True, False or a fun"):
-            _report(wrong)

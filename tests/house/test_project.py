@@ -54,20 +54,6 @@ def test_the_citation_is_of_this_version():
     assert cited["repository-code"] == REPOSITORY
 
 
-@pytest.mark.parametrize("form", ["wrong_result", "slow", "wish"])
-def test_an_issue_form_asks_for_explain_and_versions(form):
-    text = (GITHUB / "ISSUE_TEMPLATE" / f"{form}.yml").read_text()
-    found = yaml.safe_load(text)
-    assert {"name", "description", "body"} <= found.keys()
-    fields = {x["id"]: x for x in found["body"] if x["type"] != "markdown"}
-    assert len(fields) == len([x for x in found["body"] if x["type"] != "markdown"])
-    assert all(x["attributes"]["label"] for x in fields.values())
-    assert "sj.explain(" in fields["explain"]["attributes"]["description"]
-    versions = fields["versions"]["attributes"]["description"]
-    (command,) = re.findall(r'python -c "(.*?)"`', versions)
-    exec(compile(command, form, "exec"), {})
-
-
 def test_workflows_run_what_a_contributor_runs():
     targets = re.findall(r"^([\w-]+):.*##", (pages.ROOT / "Makefile").read_text(), re.M)
     texts = [path.read_text() for path in (GITHUB / "workflows").glob("*.yml")]

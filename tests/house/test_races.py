@@ -54,27 +54,6 @@ def test_the_table():
     assert cells[3][-1] == "-"
 
 
-def test_the_picture(tmp_path):
-    pytest.importorskip("matplotlib")
-    race = types.SimpleNamespace(SCORE="AUC", EXAMPLE="a.py", VERSION_OF="other")
-    points = lambda *scores: [
-        {"seconds": float(n), "score": score} for n, score in enumerate(scores)
-    ]
-    runs = {"ours": [points(0.1, 0.5), points(0.2, 0.7)], "peer": [points(0.3)]}
-    file = tmp_path / "race.svg"
-    common.plot(race, runs, {"ours": "1", "peer": "2"}, file, "A race")
-    text = file.read_text()
-    thin = [text.count(f"{color}; stroke-opacity: 0.3") for color in ("b4", "0e")]
-    assert thin == [2, 1]  # of the seeds: C0 is #1f77b4, C1 is #ff7f0e
-    for name in "AUC", "A race", "sparsejax, a.py", "other 2":
-        assert f"<!-- {name} -->" in text
-
-
-def test_the_best_validation_score_at_the_end_wins():
-    curves = {0.1: [{"score": 0.9}, {"score": 0.2}], 0.2: [{"score": 0.3}]}
-    assert common.tuned(curves) == 0.2
-
-
 def test_without_a_name_the_races_are_listed(capsys):
     assert races.main([]) == 0
     out = capsys.readouterr().out
@@ -104,10 +83,6 @@ def test_gensim(tmp_path, capsys, monkeypatch):
     scores = [gensim.score(tmp_path, part, x["file"], False) for part, x in parts]
     assert scores[1]["loss"] < scores[0]["loss"] < 6 * np.log(2)
     assert scores[1]["score"] > 0.5 and scores[0]["score"] > 0.5
-
-
-def test_ranks_share_the_mean_of_equal_values():
-    np.testing.assert_array_equal(gensim.ranks([3, 1, 3, 0]), [2.5, 1, 2.5, 0])
 
 
 def test_implicit_scores_the_new_items_of_the_last_basket(tmp_path, monkeypatch):
@@ -219,11 +194,3 @@ def test_vowpal_has_the_same_rows_on_both_sides(part, tmp_path):
     np.savez(tmp_path / "1.npz", scores=np.where(held, 0.75, 0.25))
     found = vowpal.score(tmp_path, part, tmp_path / "1.npz", True)
     assert found == {"score": 1.0, "loss": pytest.approx(-np.log(0.75))}
-
-
-def test_the_time_of_the_last_step_told(monkeypatch):
-    monkeypatch.setattr(common.time, "perf_counter", iter([1.0, 5.0, 9.0]).__next__)
-    told = vowpal.Told()
-    for text in ("100 rows", "\n", "step 50: loss 0.5, 1 rows/s", "AUC 0.5"):
-        told.write(text)
-    assert told.seconds == 4.0 and told.getvalue().endswith("AUC 0.5")
