@@ -2,8 +2,8 @@
 
 A pair trains as the plain loop does, a jitted step on arrays with donated buffers:
 equal weights, one compilation, and no temporary of the table's size. Or it raises an
-error with the words of `REFUSED`, which name the way out. `tests/optim/test_pairs.py`
-tries each pair, and `table` is the second table of tests/docs/which_table.md.
+error with the words of `REFUSED`, which name the way out. `test_frameworks.py` tries
+each pair, and `table` is the second table of tests/docs/which_table.md.
 """
 
 import functools

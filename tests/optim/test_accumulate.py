@@ -68,24 +68,6 @@ def test_equals_one_large_batch(capacity):
     assert state.mini_step == state.overflow == 0 and state.gradient_step == 3
 
 
-def test_equals_multi_steps():
-    """Compares with optax.MultiSteps on dense gradients; lazy is exact here."""
-    tx = accumulate(lazy(optax.adagrad(LR)), 2, 20)
-    dense = optax.MultiSteps(optax.adagrad(LR), 2)
-    params = expected = make_params()
-    state, dense_state = tx.init(params), dense.init(params)
-    step, dense_step = jax.jit(tx.update), jax.jit(dense.update)
-    for i in range(4):
-        updates, state = step(make_grads(i), state, params)
-        params = optax.apply_updates(params, updates)
-        of_dense = to_dense(make_grads(i))
-        updates, dense_state = dense_step(of_dense, dense_state, expected)
-        expected = optax.apply_updates(expected, updates)
-        assert_trees_close(params, expected)
-        assert state.mini_step == dense_state.mini_step
-        assert state.gradient_step == dense_state.gradient_step
-
-
 def test_k_may_follow_a_schedule():
     tx = accumulate(lazy(optax.sgd(1.0)), lambda step: jnp.where(step == 0, 1, 2), 4)
     params = jnp.zeros((V, 1))
@@ -274,25 +256,6 @@ def test_extra_arguments_are_passed_on():
 
 
 # ------------------------------------------------------------------ refusals
-
-
-@pytest.mark.parametrize("every_k", [-1, 1.5, None])
-def test_k_is_a_positive_int(every_k):
-    words = "every_k_schedule must be a positive int, got"
-    with pytest.raises((ValueError, TypeError), match=words):
-        accumulate(ADAM, every_k, 8)
-
-
-@pytest.mark.parametrize("capacity", [0, 2.5, {"table": -1, "bias": None}])
-def test_capacity_is_positive(capacity):
-    words = "capacity must be a positive int, got .* a tree of ints"
-    with pytest.raises((ValueError, TypeError), match=words):
-        accumulate(ADAM, 2, capacity).init(make_params())
-
-
-def test_what_is_not_a_transformation():
-    with pytest.raises(TypeError, match="tx must.*lazy.*got the function"):
-        accumulate(lambda x: x, 2, 8)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """sj.optim with flax's and equinox's trees and training loops, unmodified.
 
 The table: for each framework and each part of `sj.optim`, a few steps of a model of the
-framework equal plain JAX with dense gradients.
+framework equal plain JAX with dense gradients. Then each way to wrap an optimizer, in
+each place of `pairs`, and states that a checkpoint restored without their types.
 """
 
 # optax's types know trees of arrays only.
@@ -10,6 +11,7 @@ framework equal plain JAX with dense gradients.
 
 import functools
 import itertools
+import re
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 
+import pairs
 import sparsejax as sj
 from helpers import assert_trees_close, slow_but
 from optimizers import LR
@@ -494,3 +497,71 @@ def test_shard_map(kind):
     new, squares = np.asarray(new), np.asarray(squares)
     assert_trees_close(new[:V], np.asarray(part))
     assert_trees_close(squares, np.tile(squares_of_part, (parts, 1)))
+
+
+# ------------------------------------------------------------------ restored states
+
+
+def as_lists(state):
+    if isinstance(state, tuple):
+        return [as_lists(x) for x in state]
+    return state
+
+
+def as_dicts(state):
+    if hasattr(state, "_fields"):
+        return {name: as_dicts(getattr(state, name)) for name in state._fields}
+    if isinstance(state, tuple):
+        return {str(i): as_dicts(x) for i, x in enumerate(state)}
+    return state
+
+
+def as_tuples(state):
+    return tuple(as_tuples(x) for x in state) if isinstance(state, tuple) else state
+
+
+ADAM = lazy(optax.adam(0.1))
+TXS = {
+    "accumulate": lambda: optim.accumulate(ADAM, 2, 8),
+    "dynamic_loss_scale": lambda: optim.dynamic_loss_scale(ADAM),
+    "rounding": lambda: optim.rounding(ADAM, master=True),
+    "track_changes": lambda: optim.track_changes(ADAM),
+    "rowwise_adagrad": lambda: optim.rowwise_adagrad(0.1),
+    "rowwise_adam": lambda: optim.rowwise_adam(0.1),
+    "ftrl": lambda: optim.ftrl(0.1),
+    "ema": lambda: optim.ema(0.9),
+    "weight_decay": lambda: optim.weight_decay(0.1),
+}
+
+
+@pytest.mark.parametrize("restore", [as_lists, as_dicts, as_tuples])
+@pytest.mark.parametrize("name", TXS)
+@pytest.mark.parametrize("kind", ["rows", "dense"])
+def test_a_state_without_its_types_is_refused(name, restore, kind):
+    tx, params = TXS[name](), {"t": jnp.ones((40, 2))}
+    rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), 40)
+    grads = {"t": rows if kind == "rows" else rows.to_dense()}
+    state = restore(tx.init(params))
+    with pytest.raises(TypeError, match="restore"):
+        jax.eval_shape(tx.update, grads, state, params)
+
+
+# ------------------------------------------------------------------ pairs
+
+
+def _cases():
+    for pair in ((wrap, place) for wrap in pairs.WRAPS for place in pairs.PLACES):
+        marks = () if pair in pairs.QUICK else pytest.mark.slow
+        yield pytest.param(*pair, marks=marks)
+
+
+@pytest.mark.usefixtures("loose_promotion", "eight_devices")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("wrap, place", list(_cases()))
+def test_pair(wrap, place, tmp_path):
+    words = pairs.REFUSED.get((wrap, place))
+    if words is None:
+        pairs.PLACES[place].run(wrap, tmp_path)
+    else:
+        with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+            pairs.PLACES[place].run(wrap, tmp_path)

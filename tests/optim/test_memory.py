@@ -151,24 +151,6 @@ def test_the_cotangents_of_the_largest_read_take_the_place_of_its_rows():
     assert memory.temp_size_in_bytes < 1.5 * (4 * 6 * pairs * D)
 
 
-@pytest.mark.usefixtures("loose_promotion")
-def test_a_donated_step_runs():
-    tx = lazy(optax.adam(0.1))
-
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jnp.ones((50, 4))
-    grads = sj.SelectedRows(jnp.array([3, 3, 50]), jnp.ones((3, 4)), 50)
-    state = tx.init(params)
-    moments = state[0].mu
-    new_params, state = step(params, state, grads)
-    assert params.is_deleted() and moments.is_deleted()
-    assert jnp.all(jnp.isclose(new_params[3], 0.9)) and jnp.all(new_params[4] == 1)
-
-
 # ------------------------------------------------------------------ promises to XLA
 
 

@@ -217,39 +217,3 @@ def test_in_place():
     memory = compiled.memory_analysis()
     assert memory is not None and memory.alias_size_in_bytes >= 3 * table.nbytes
     assert memory.temp_size_in_bytes < 10_000 < table.nbytes
-
-
-def test_wrong_calls():
-    tx, params = sj.optim.lazy(optax.adam(0.1)), _params()
-    state, reset = tx.init(params), sj.optim.reset_rows
-    rows, normal = {"table": jnp.array([1])}, jax.nn.initializers.normal()
-    for wrong, error, message in (
-        (lambda: reset(3, state, params, rows), TypeError, "tx must be an optax"),
-        (
-            lambda: reset(tx, state, params, jnp.array([1])),
-            ValueError,
-            r"rows has a leaf at the root, .* leaves are \['table'\], \['w'\]",
-        ),
-        (
-            lambda: reset(tx, state, params, {"table": jnp.ones(2)}),
-            TypeError,
-            "rows must be integers",
-        ),
-        (
-            lambda: reset(tx, state, params, rows, embedding_init=normal),
-            ValueError,
-            "embedding_init needs a key",
-        ),
-        (
-            lambda: reset(tx, tx.init(_params()["w"]), params, rows),
-            ValueError,
-            "The state does not match",
-        ),
-        (
-            lambda: reset(optax.scale_by_lbfgs(), None, params, rows),
-            ValueError,
-            r"rows of params\['table'\] cannot be reset, because",
-        ),
-    ):
-        with pytest.raises(error, match=message):
-            wrong()

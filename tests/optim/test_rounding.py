@@ -19,7 +19,6 @@ from helpers import (
     assert_same_bits,
     assert_trees_close,
     compile_as_users_do,
-    to_dense,
 )
 from optimizers import LR, V, make_grads, make_params
 from sparsejax import _arguments
@@ -273,16 +272,6 @@ def _infinite(grads):
     return grads["table"].map(lambda v: v.at[0].set(jnp.inf))
 
 
-def test_the_scale_cancels():
-    """Scaled gradients give the training that plain ones give."""
-    tx, params = dynamic_loss_scale(ADAM, 1024.0), make_params()
-    grads, table = make_grads(0), make_grads(0)["table"]
-    scaled = {"table": table * 1024, "bias": grads["bias"] * 1024}
-    got, _ = jax.jit(tx.update)(scaled, tx.init(params), params)
-    expected, _ = jax.jit(ADAM.update)(grads, ADAM.init(params), params)
-    assert_trees_close(to_dense(got), to_dense(expected))
-
-
 @pytest.mark.slow
 def test_all_of_it_together(dtype=jnp.float16):
     """Types of the state stay, so that a loop can carry it; weights move as they do."""
@@ -315,15 +304,6 @@ def test_a_donated_step_runs():
     assert state.inner_state.gradient_step == 1
 
 
-def test_narrow_leaves_without_rounding_keep_their_types():
-    for tx in (dynamic_loss_scale(ADAM, 1.0), accumulate(ADAM, 2, 20)):
-        params = make_params(jnp.float16)
-        grads = _stack([make_grads(i, jnp.float16) for i in range(2)])
-        train = lambda p, g, tx=tx: _train(tx, p, g)  # a scan refuses other types
-        _, state = jax.eval_shape(train, params, grads)
-        assert optax.tree_utils.tree_get(state, "mu")["bias"].dtype == jnp.float16
-
-
 def test_own_code_promotes_nothing():
     """Only optax runs with implicit promotion here."""
 
@@ -352,12 +332,6 @@ def test_own_code_promotes_nothing():
 # ------------------------------------------------------------------ refusals
 
 
-@pytest.mark.parametrize("key", [None, 0.5, jnp.ones(2), jnp.zeros((3, 2), jnp.uint32)])
-def test_rounding_needs_one_key(key):
-    with pytest.raises(TypeError, match="key must be one PRNG key or an int"):
-        rounding(ADAM, [key])
-
-
 def test_the_same_key_in_other_words():
     """And each gives the same bits each time, another one others."""
     as_key = lambda key: _arguments.as_key(key, from_int=True)
@@ -367,11 +341,3 @@ def test_the_same_key_in_other_words():
     for other in others:
         assert_same_bits(other, first)
     assert not jnp.array_equal(_round(x, jnp.bfloat16, as_key(4)), first)
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"initial_scale": 0.5}, {"factor": 1.0}, {"growth_interval": 0}]
-)
-def test_numbers_of_the_loss_scale(wrong):
-    with pytest.raises(ValueError, match="must be"):
-        dynamic_loss_scale(ADAM, **wrong)

@@ -211,21 +211,3 @@ def test_sharded_tables_give_the_same_ids(layout):
         _, state = tx.update(grads, tx.init(sharded), sharded)
         found, _ = sj.optim.take_changes(sharded, state)
         assert found["items"].tolist() == np.unique(ids[0]).tolist()
-
-
-# ------------------------------------------------------------------ refused
-
-
-def test_it_goes_around_lazy():
-    tx = tracked(optax.sgd(0.1))
-    with pytest.raises(ValueError, match="it goes around lazy, not inside"):
-        sj.optim.lazy(tx).init(model())
-
-
-def test_a_stack_of_tables_is_refused():
-    tx = tracked(sj.optim.lazy(optax.sgd(0.1)))
-    stack = jnp.ones((3, 4, 2))
-    at = jnp.array([1, 2])
-    grads = sj.grad(lambda t: jnp.sum(t[at, at] ** 2), tables=True)(stack)
-    with pytest.raises(ValueError, match="an update is of a stack of tables"):
-        tx.update(grads, tx.init(stack), stack)
