@@ -106,7 +106,7 @@ def main(argv=None):
     first, _ = make_batch(0, BATCH, known)
     shapes = jax.eval_shape(init, jax.random.key(0))
     plan = sj.parallel.plan(shapes, mesh, first, loss=loss_fn, tx=tx)
-    print(plan.describe())
+    print(plan)
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, opt_state, batch):

@@ -45,7 +45,22 @@ import jax
 import numpy as np
 
 from sparsejax.parallel._layout import TableWise, balance
-from sparsejax.parallel._plan_reads import Read
+from sparsejax.parallel._table import ShardedTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """One read of a table in a step, on all devices together.
+
+    Args:
+      count: the number of ids.
+      ids: the ids, in the order of the batch, or None if they are not known.
+      length: the number of ids that are combined into one row.
+    """
+
+    count: int
+    ids: np.ndarray | None
+    length: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,90 +70,85 @@ class Cost:
     Args:
       memory: int, bytes of the table and its optimizer state.
       wire: int, bytes sent in a step.
+      layout: for a stack that is sharded table by table, which devices have which
+        table.
     """
 
     memory: int
     wire: int
+    layout: TableWise | None = None
 
 
 def costs_of(
-    spec: jax.ShapeDtypeStruct,
-    devices: int,
+    table: ShardedTable,
     ids: int,
     outputs: int,
     distinct: int,
     sent: int,
     state: tuple[int, int],
-    wire_dtype: Any,
 ) -> dict[str, Cost]:
     """Applies the module's formulas, in whole bytes; `sent` is rows sent by rows."""
-    height, *content = spec.shape
-    row, id_bytes = _bytes_of(spec)
-    sent_row, _ = _bytes_of(spec, wire_dtype)
+    height, devices, (like, aside) = table.height, table.num_shards, state
+    row, sent_row, id_bytes = _bytes_of(table)
     others = devices - 1
-    like, aside = state
     whole = height * row + like + aside
     rows = math.ceil(height / devices)
-    wires = {
-        "row-sharded": sent * (sent_row + id_bytes),
-        "column-sharded": others * (3 * id_bytes * ids + 2 * outputs * row // devices),
-        "replicated-sparse": others * distinct * (row + id_bytes),
-        "replicated-dense": 2 * height * row * others // devices,
+    costs = {
+        "row-sharded": Cost(
+            whole * rows // max(height, 1), sent * (sent_row + id_bytes)
+        ),
+        "column-sharded": Cost(
+            (height * row + like) // devices + aside,
+            others * (3 * id_bytes * ids + 2 * outputs * row // devices),
+        ),
+        "replicated-sparse": Cost(whole, others * distinct * (row + id_bytes)),
+        "replicated-dense": Cost(whole, 2 * height * row * others // devices),
     }
-    memory = {
-        "row-sharded": whole * rows // max(height, 1),
-        "column-sharded": (height * row + like) // devices + aside,
-        "replicated-sparse": whole,
-        "replicated-dense": whole,
-    }
-    if not content or content[-1] % devices:
-        del wires["column-sharded"]
-    return {layout: Cost(memory[layout], wire) for layout, wire in wires.items()}
+    if table.ndim < 2 or table.shape[-1] % devices:
+        del costs["column-sharded"]
+    return costs
 
 
-def _bytes_of(spec: jax.ShapeDtypeStruct, wire_dtype: Any = None) -> tuple[int, int]:
-    """Returns the bytes of a row, in `wire_dtype` if given, and of an id."""
-    dtype = spec.dtype if wire_dtype is None else wire_dtype
-    row = math.prod(spec.shape[1:]) * np.dtype(dtype).itemsize
-    return row, 4 if spec.shape[0] <= np.iinfo(np.int32).max else 8
+def _bytes_of(table: ShardedTable) -> tuple[int, int, int]:
+    """Returns the bytes of a row, of a row on the wire, and of an id."""
+    count, wire_dtype = math.prod(table.shape[1:]), table.wire_dtype or table.dtype
+    row, sent = (count * np.dtype(x).itemsize for x in (table.dtype, wire_dtype))
+    return row, sent, 4 if table.height <= np.iinfo(np.int32).max else 8
 
 
 def cost_table_wise(
-    spec: jax.ShapeDtypeStruct,
+    table: ShardedTable,
     heights: tuple[int, ...],
     reads: Sequence[Read],
-    devices: int,
     num_groups: int,
     state: tuple[int, int],
-    wire_dtype: Any,
-) -> tuple[TableWise, Cost]:
-    """Returns a stack's layout with tables in groups of devices, and its cost."""
+) -> Cost | None:
+    """Returns the cost of a stack with its tables in groups of devices.
+
+    None if a device would have more rows than an id can number.
+    """
     # By read and table the bags of a device. Unknown ids are shared equally.
-    starts = np.cumsum([0, *heights[:-1]])
+    height, devices, starts = table.height, table.num_shards, np.cumsum([0, *heights])
     bags = np.zeros((len(reads), len(heights)))
     for k, read in enumerate(reads):
         if read.ids is None:
             bags[k] = read.count / read.length / len(heights)
             continue
         ids = read.ids.reshape(-1, int(read.length))
-        first = np.where((ids >= 0) & (ids < spec.shape[0]), ids, -1).max(axis=1)
-        table = np.searchsorted(starts, first[first >= 0], side="right") - 1
-        bags[k] = np.bincount(table, minlength=len(heights))
+        first = np.where((ids >= 0) & (ids < height), ids, -1).max(axis=1)
+        bags[k], _ = np.histogram(first[first >= 0], starts)
     bags /= devices
-    row, id_bytes = _bytes_of(spec)
-    sent_row, _ = _bytes_of(spec, wire_dtype)
+    row, sent_row, id_bytes = _bytes_of(table)
     each = np.array([id_bytes * read.length + 2 * sent_row for read in reads])
     layout = balance(heights, (each @ bags).tolist(), num_groups)
-    most = np.zeros(len(reads))
-    for group in range(num_groups):
-        in_group = np.asarray(layout.groups) == group
-        most = np.maximum(most, bags[:, in_group].sum(axis=1))
-    members = devices // num_groups
-    hops = num_groups - 1 + (members - 1) * num_groups
-    whole = spec.shape[0] * row + sum(state)
-    rows = layout.per_shard(spec.shape[0], devices)
-    memory = whole * rows // max(1, spec.shape[0])
-    return layout, Cost(memory, math.ceil(hops * (most @ each)))
+    in_group = np.asarray(layout.groups)[:, None] == np.arange(num_groups)
+    most = (bags @ in_group).max(axis=1)
+    hops = num_groups - 1 + (devices // num_groups - 1) * num_groups
+    rows = layout.per_shard(height, devices)
+    if devices * rows > max(np.iinfo(np.int32).max, height):
+        return None
+    memory = (height * row + sum(state)) * rows // max(1, height)
+    return Cost(memory, math.ceil(hops * (most @ each)), layout)
 
 
 def state_bytes(
@@ -155,22 +165,19 @@ def state_bytes(
       tables: the places of the tables among the leaves.
     """
     sizes = [[0, 0] for _ in leaves]
-    if tx is not None:
 
-        def state_of(more):
-            longer = [
-                jax.ShapeDtypeStruct(
-                    (x.shape[0] + more * (k + 1), *x.shape[1:]), x.dtype
-                )
-                if k in tables
-                else x
-                for k, x in enumerate(leaves)
-            ]
-            return jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten(longer)))
+    def state_of(more):
+        longer = list(leaves)
+        for k in tables:
+            height, *row = leaves[k].shape
+            shape = height + more * (k + 1), *row
+            longer[k] = jax.ShapeDtypeStruct(shape, leaves[k].dtype)
+        return jax.tree.leaves(jax.eval_shape(tx.init, treedef.unflatten(longer)))
 
-        for now, then in zip(state_of(0), state_of(1), strict=True):
-            k = then.shape[0] - now.shape[0] - 1 if now.shape else -1
-            if k in tables:
-                size = math.prod(now.shape) * np.dtype(now.dtype).itemsize
-                sizes[k][now.shape != tuple(leaves[k].shape)] += size
+    states = [] if tx is None else zip(state_of(0), state_of(1), strict=True)
+    for now, then in states:
+        k = then.shape[0] - now.shape[0] - 1 if now.shape else -1
+        if k in tables:
+            size = math.prod(now.shape) * np.dtype(now.dtype).itemsize
+            sizes[k][now.shape != tuple(leaves[k].shape)] += size
     return [(like, aside) for like, aside in sizes]

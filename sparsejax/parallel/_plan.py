@@ -1,29 +1,36 @@
 """plan: chooses a layout for each table of a model, and puts the tables there.
 
-`_costs` has the formulas, and `_plan_reads` finds what a step reads from each table.
+The loss is traced: its reads of rows are the tables' reads, and the program of their
+ids, run on a batch, counts duplicates and skew. `_costs` has the formulas.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
+from sparsejax._lookup.lookup import lookup
 from sparsejax.parallel._columns import shard_columns
-from sparsejax.parallel._costs import Cost, cost_table_wise, costs_of, state_bytes
-from sparsejax.parallel._layout import LAYOUTS, TableWise
-from sparsejax.parallel._plan_reads import Read, reads_in_loss, reads_of_ids
-from sparsejax.parallel._read import measure_capacity, owners_of
+from sparsejax.parallel._costs import (
+    Cost,
+    Read,
+    cost_table_wise,
+    costs_of,
+    state_bytes,
+)
+from sparsejax.parallel._read import distinct_ids, max_requested, owners_of
 from sparsejax.parallel._table import (
     ShardedTable,
     can_send_in_16_bits,
@@ -33,9 +40,11 @@ from sparsejax.parallel._table import (
     names_of,
     shard_rows,
 )
+from sparsejax.transform.forward import ids_program
+from sparsejax.transform.plan import find_tables
+from sparsejax.transform.trace import trace_call
 
 
-_MARGIN = 1.1
 REPLICATED = "replicated-sparse", "replicated-dense"
 
 
@@ -52,7 +61,6 @@ class TablePlan:
       costs: by layout, without layouts that the shape does not allow.
       choice: the recommended layout, or the layout in `layouts=`.
       is_measured: True if duplicates and capacity were measured on a sample of ids.
-      groups: for the layouts of a stack of tables, which devices have which table.
       wire_dtype: of the ShardedTable, None for the dtype of the table.
     """
 
@@ -64,9 +72,13 @@ class TablePlan:
     capacity: int
     costs: Mapping[str, Cost]
     choice: str
-    is_measured: bool = False
-    groups: Mapping[str, TableWise] = dataclasses.field(default_factory=dict)
-    wire_dtype: DTypeLike | None = None
+    is_measured: bool
+    wire_dtype: DTypeLike | None
+
+    @property
+    def cost(self) -> Cost:
+        """The cost of the choice."""
+        return self.costs[self.choice]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -74,13 +86,11 @@ class Plan:
     """The result of `plan`; prints as a table.
 
     Args:
-      tables: a `TablePlan` for each table.
-      num_devices: N.
-      device_bytes: the bytes that each device has for tables; None for no limit.
+      leaves: for each parameter the `TablePlan` if it is a table, otherwise None.
+      treedef: the structure of the parameters.
       mesh: the mesh.
       axis: the mesh axis, or axes, that tables and batch are sharded over.
-      treedef: the structure of the parameters.
-      places: for each of their leaves its number among `tables`, or None.
+      device_bytes: the bytes that each device has for tables; None for no limit.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -94,13 +104,16 @@ class Plan:
       ShardedTable(float32[100, 4], 1 x 100 rows over 'x', layout='mod')
     """
 
-    tables: tuple[TablePlan, ...]
-    num_devices: int
-    device_bytes: int | None
+    leaves: tuple[TablePlan | None, ...]
+    treedef: Any
     mesh: Any
     axis: Any
-    treedef: Any
-    places: tuple[int | None, ...]
+    device_bytes: int | None
+
+    @property
+    def tables(self) -> tuple[TablePlan, ...]:
+        """The `TablePlan` of each table."""
+        return tuple(leaf for leaf in self.leaves if leaf is not None)
 
     def __getitem__(self, name: str) -> TablePlan:
         return {table.name: table for table in self.tables}[name]
@@ -108,7 +121,7 @@ class Plan:
     @property
     def total(self) -> Cost:
         """The cost per device of all tables in their recommended layouts."""
-        chosen = [table.costs[table.choice] for table in self.tables]
+        chosen = [table.cost for table in self.tables]
         return Cost(sum(c.memory for c in chosen), sum(c.wire for c in chosen))
 
     @property
@@ -136,8 +149,7 @@ class Plan:
             not.
         """
         leaves = self.treedef.flatten_up_to(params)
-        tables = [None if k is None else self.tables[k] for k in self.places]
-        placed = [self._place(x, table) for x, table in zip(leaves, tables)]
+        placed = [self._place(x, table) for x, table in zip(leaves, self.leaves)]
         return jax.tree.unflatten(self.treedef, placed)
 
     def _place(self, leaf: Any, table: TablePlan | None) -> Any:
@@ -152,78 +164,54 @@ class Plan:
         return jax.device_put(leaf, everywhere)
 
     def _shard(self, leaf: Any, table: TablePlan) -> Any:
-        layout = table.groups.get(table.choice, LAYOUTS["mod"])
+        by_rows = table.choice == "row-sharded"
         if isinstance(leaf, ShardedTable):
-            if table.choice == "row-sharded" and leaf.layout.is_arithmetic:
+            if by_rows and leaf.layout.is_arithmetic:
                 return dataclasses.replace(leaf, wire_dtype=table.wire_dtype)
             leaf = leaf.to_dense()
         if table.choice == "column-sharded":
             return shard_columns(leaf, self.mesh, self.axis)
-        is_measured = table.is_measured and table.choice == "row-sharded"
         return shard_rows(
             leaf,
             self.mesh,
             self.axis,
-            layout=layout,
-            capacity=math.ceil(_MARGIN * table.capacity) if is_measured else None,
+            layout=table.cost.layout or "mod",
+            # A tenth more than measured, since batches differ.
+            capacity=math.ceil(1.1 * table.capacity)
+            if table.is_measured and by_rows
+            else None,
             wire_dtype=table.wire_dtype,
         )
 
-    def describe(self, *, bytes_per_second: float = 50e9) -> str:
-        """Shows the plan as text: for each table its layout and its cost for a device.
-
-        Args:
-          bytes_per_second: the bandwidth of a device. The last column is the bytes of a
-            step divided by it. The default is the bandwidth of a fast network.
-
-        Returns:
-          str, a line for each table: its shape, the ids that a device reads in a step
-          and how many of them are distinct, its layout, the bytes of table and
-          optimizer state on a device, the bytes it sends in a step, and their time.
-
-        Example:
-          >>> import jax, sparsejax as sj
-          >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
-          >>> plan = sj.parallel.plan({"user": (100_000, 32)}, mesh, 20_480)
-          >>> plan.describe().splitlines()[2].split()[-7:]
-          ['column-sharded', '3.2', 'MB', '1.17', 'MB', '23.3', 'us']
-        """
-
-        def cells(cost):
-            time = f"{1e6 * cost.wire / bytes_per_second:,.1f} us"
-            return _size(cost.memory), _size(cost.wire), time
-
-        head = ("table", "shape", "ids", "distinct", "layout", "memory", "sent", "time")
+    def __repr__(self) -> str:
+        head = ("table", "shape", "ids", "distinct", "layout", "memory", "sent")
         rows = [
             (
                 table.name,
-                _show_shape(table),
+                f"{table.dtype}[{','.join(map(str, table.shape))}]",
                 f"{table.ids:,}",
                 f"{table.distinct:,}" if table.is_measured else "-",
                 table.choice,
-                *cells(table.costs[table.choice]),
+                _size(table.cost.memory),
+                _size(table.cost.wire),
             )
             for table in self.tables
         ]
-        rows.append(("total", "", "", "", "", *cells(self.total)))
-        text = _arguments.show_table([head, *rows], right=(2, 3, 5, 6, 7))
-        lines = [
-            text,
-            f"{self.num_devices} devices; memory and sent bytes are of one device",
-        ]
         limit, need = self.device_bytes, self.total.memory
+        rows.append(("total", "", "", "", "", _size(need), _size(self.total.wire)))
+        text = _arguments.show_table([head, *rows], right=(2, 3, 5, 6))
+        devices = math.prod(self.mesh.shape[name] for name in names_of(self.axis))
+        text += f"\n{devices} devices; memory and sent bytes are of one device"
         if limit is not None and need > limit:
-            lines.append(
-                f"too large for any layout: {_size(need)} of {_size(limit)} on a device"
+            text += (
+                f"\ntoo large for any layout: {_size(need)} of {_size(limit)} on a "
+                "device"
             )
-        return "\n".join(lines)
-
-    def __repr__(self) -> str:
-        return self.describe()
+        return text
 
 
 def plan(
-    tables: PyTree,
+    params: PyTree,
     mesh: Mesh | AbstractMesh,
     batch: PyTree,
     *,
@@ -237,8 +225,8 @@ def plan(
 ) -> Plan:
     """Estimates the cost of each layout of each table, and chooses a layout for each.
 
-    With `loss`, the tables are found among all parameters of a model, and `plan.apply`
-    puts the parameters on the devices as planned. The model stays as it is::
+    The tables are found among all parameters of a model, and `plan.apply` puts the
+    parameters on the devices as planned. The model stays as it is::
 
         plan = sj.parallel.plan(params, mesh, batch, loss=loss_fn)
         params = plan.apply(params)
@@ -251,25 +239,24 @@ def plan(
     tables are replicated.
 
     Args:
-      tables: a tree of arrays, `jax.ShapeDtypeStruct`, ShardedTables, or shapes as
-        tuples of ints (of float32); with `loss`, all parameters of the model.
+      params: all parameters of the model: arrays, `jax.ShapeDtypeStruct` or
+        ShardedTables.
       mesh: the mesh, or an `AbstractMesh`. Make its axes Auto: over Explicit ones JAX
         itself reads no column-sharded or replicated table at ids that are sharded.
-      batch: for each table, the reads of a step on all devices together: the number of
-        ids, or a sample of ids, with measured duplicates and skew (ideally the ids of a
-        whole step, in order). A tree like `tables`, in which None
-        means that a leaf is not a table, or one value for all tables. With `loss`, a
-        batch of all devices together, of arrays or `jax.ShapeDtypeStruct`; ids of
-        arrays are measured.
+      batch: a batch of all devices together, of arrays or `jax.ShapeDtypeStruct`.
+        Duplicates and skew of the ids of arrays are measured: pass a whole batch, in
+        order.
       axis: name of the mesh axis that tables and batch are sharded over, or a tuple of
         names; None for all axes.
       tx: the optax transformation, whose state also takes memory; None for no state.
-        It is initialized with the whole of `tables`, as labels and masks need it.
+        It is initialized with the whole of `params`, as labels and masks need it.
       device_bytes: int, the bytes that each device has for tables and their state; None
         for no limit.
       loss: function `loss(params, batch)` that returns a scalar, or a tuple that begins
         with one. It is traced, not run. Tables are the parameters that it reads by
-        rows and uses in no other way, as `sparsejax.explain` shows them.
+        rows and uses in no other way, as `sparsejax.explain` shows them. None if
+        `batch` is a tree like `params` with the ids that each of these tables is read
+        at.
       layouts: by the name of a table, as the plan prints it, or the end of it, a layout
         to use instead of the recommended one: `"row-sharded"`, `"column-sharded"`,
         `"table-wise"`, `"table-row-wise"`, `"replicated-sparse"` or
@@ -287,19 +274,20 @@ def plan(
       `plan[name].costs` the costs of the other layouts of a table.
 
     Raises:
-      ValueError: there are no tables, `axis` is unknown, `batch` does not match
-        `tables`, `layouts` or `stacks` name an unknown table or layout, or other
-        numbers of rows, or `wire_dtype` is not bfloat16.
+      ValueError: there are no tables, `axis` is unknown, `layouts` or `stacks` name an
+        unknown table or layout, or other numbers of rows, or `wire_dtype` is not
+        bfloat16.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
       >>> mesh = jax.sharding.AbstractMesh((4,), ("x",))
-      >>> tables = {"user": (100_000, 32), "country": (200, 32)}
-      >>> batch = {"user": np.arange(20_480) // 4, "country": 20_480}
-      >>> found = sj.parallel.plan(tables, mesh, batch)
-      >>> found["tables['user']"].choice, found["tables['country']"].choice
+      >>> spec = lambda height: jax.ShapeDtypeStruct((height, 32), np.float32)
+      >>> tables = {"user": spec(100_000), "country": spec(200)}
+      >>> ids = {"user": np.arange(20_480) // 4, "country": np.arange(20_480) % 200}
+      >>> plan = sj.parallel.plan(tables, mesh, ids)
+      >>> plan["params['user']"].choice, plan["params['country']"].choice
       ('row-sharded', 'replicated-dense')
-      >>> found["tables['user']"].costs["replicated-dense"].wire
+      >>> plan["params['user']"].costs["replicated-dense"].wire
       19200000
 
     References:
@@ -307,35 +295,28 @@ def plan(
     """
     axis = check_axis(mesh, mesh.axis_names if axis is None else axis)
     wire_dtype = check_wire_dtype(wire_dtype)
-    find = reads_of_ids if loss is None else functools.partial(reads_in_loss, loss)
-    leaves, treedef, names, reads = find(tables, batch)
-    numbers = [k for k, read in enumerate(reads) if read is not None]
-    if not numbers:
+    traced, reads = _reads_in(_look_up_all if loss is None else loss, params, batch)
+    leaves = [leaf.value for leaf in traced.leaves]
+    tables = {traced.leaves[k].name: k for k, read in enumerate(reads) if read}
+    if not tables:
         raise ValueError(
             "sparsejax.parallel.plan: found no table. A table is a parameter that the "
-            f"loss reads by rows only, got {_arguments.show_tree(tables)}."
+            f"loss reads by rows only, got {_arguments.show_tree(params)}."
         )
-    state = state_bytes(leaves, treedef, tx, numbers)
-    stacks = {_whole_name(name, names): rows for name, rows in (stacks or {}).items()}
-    plans = [
-        _table_plan(
-            names[k],
-            jax.ShapeDtypeStruct(leaves[k].shape, leaves[k].dtype),
-            reads[k] or (),
-            state[k],
-            mesh,
-            axis,
-            stacks.get(names[k]),
-            wire_dtype,
-        )
-        for k in numbers
-    ]
-    plans, fixed = _overrule(plans, layouts or {})
+    state = state_bytes(leaves, traced.tree, tx, list(tables.values()))
+    layouts = {_whole_name(name, tables): x for name, x in (layouts or {}).items()}
+    stacks = {_whole_name(name, tables): x for name, x in (stacks or {}).items()}
+    plans = {}
+    for name, k in tables.items():
+        spec = jax.ShapeDtypeStruct(leaves[k].shape, leaves[k].dtype)
+        wire = wire_dtype if can_send_in_16_bits(spec.dtype) else None
+        table = shard_rows(spec, mesh, axis, wire_dtype=wire)
+        options = stacks.get(name), layouts.get(name)
+        plans[name] = _table_plan(name, table, reads[k], state[k], *options)
     if device_bytes is not None:
-        plans = _fit(plans, fixed, device_bytes)
-    places = [numbers.index(k) if k in numbers else None for k in range(len(leaves))]
-    devices = math.prod(mesh.shape[name] for name in names_of(axis))
-    return Plan(tuple(plans), devices, device_bytes, mesh, axis, treedef, tuple(places))
+        _fit(plans, layouts, device_bytes)
+    by_leaf = tuple(plans.get(leaf.name) for leaf in traced.leaves)
+    return Plan(by_leaf, traced.tree, mesh, axis, device_bytes)
 
 
 def _whole_name(given: str, names: Iterable[str]) -> str:
@@ -351,138 +332,146 @@ def _whole_name(given: str, names: Iterable[str]) -> str:
     return matches[0]
 
 
+# ------------------------------------------------------------------ reads
+
+
+def _look_up_all(tables: PyTree, ids: PyTree) -> jax.Array:
+    """Stands for the loss of a model that reads these tables at these ids."""
+
+    def read(table, ids):
+        rows = lookup(table, ids, mode="zero")
+        return jnp.sum(jnp.abs(rows)).astype(jnp.float32)
+
+    return sum(jax.tree.leaves(jax.tree.map(read, tables, ids)), jnp.zeros(()))
+
+
+def _reads_in(loss: Callable[..., Any], params: PyTree, batch: PyTree) -> Any:
+    """Traces `loss(params, batch)` and finds the parameters that it reads by rows.
+
+    Returns:
+      The traced call; and for each leaf of `params` its reads, none if it is no table.
+    """
+    first = lambda out: out[0] if isinstance(out, tuple) else out
+    fun = lambda params, batch: first(loss(params, batch))
+    is_sharded = lambda x: isinstance(x, ShardedTable)
+    as_array = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_sharded(x) else x
+    params = jax.tree.map(as_array, params, is_leaf=is_sharded)
+    traced = trace_call(fun, 0, False, None, (params, batch), {})
+    found = find_tables(traced)
+    by_input: dict[int, list[Read]] = {leaf.position: [] for leaf in found.tables}
+    ids = _ids_of(found) or [None] * len(found.run.sites)
+    for site, own_ids in zip(found.run.sites, ids):
+        if site.num_rows:
+            by_input[site.table].append(Read(site.num_rows, own_ids, site.per_output))
+    return traced, [by_input.get(leaf.position, []) for leaf in traced.leaves]
+
+
+def _ids_of(found: Any) -> list[np.ndarray] | None:
+    """Returns the ids of each read, or None if they depend on abstract inputs.
+
+    Only the equations that make ids are run, so that tables may be abstract.
+    """
+    inputs = found.call.flat.inputs
+    deltas = jax.eval_shape(found.zero_deltas)
+    program = ids_program(found.walk, deltas, inputs)
+    inputs = [x for x, needed in zip(inputs, program.needs_input) if needed]
+    values = *program.consts, *inputs
+    if any(isinstance(x, Tracer | jax.ShapeDtypeStruct) for x in values):
+        return None
+    zeros = [
+        jnp.zeros(x.shape, x.dtype)
+        for x, needed in zip(deltas, program.needs_delta)
+        if needed
+    ]
+    return [np.asarray(x) for x in jax.jit(program.run)(zeros, inputs)]
+
+
 # ------------------------------------------------------------------ one table
 
 
 def _table_plan(
     name: str,
-    spec: jax.ShapeDtypeStruct,
+    table: ShardedTable,
     reads: Sequence[Read],
     state: tuple[int, int],
-    mesh: Any,
-    axis: Any,
     heights: Sequence[int] | None,
-    wire_dtype: Any,
+    layout: str | None,
 ) -> TablePlan:
-    table = shard_rows(spec, mesh, axis)
-    wire_dtype = wire_dtype if can_send_in_16_bits(spec.dtype) else None
-    owners, height = owners_of(table), spec.shape[0]
+    owners, height = owners_of(table), table.height
     devices = owners.count
     here = sum(-(-read.count // devices) for read in reads)
     samples = [read.ids for read in reads if read.ids is not None]
-    is_measured = len(samples) == len(reads)
     distinct, capacity = min(here, height), None
-    if is_measured:
-        distinct = _max_distinct(samples, devices, height)
-        sizes = [
-            measure_capacity(table, ids, margin=1.0) for ids in samples if ids.size
-        ]
-        capacity = max(sizes, default=1)
+    if samples:
+        distinct = max(x.size for x in distinct_ids(samples, devices, height))
+        capacity = max(1, *(max_requested(table, ids) for ids in samples))
     slots = [owners.slots(-(-read.count // owners.devices), capacity) for read in reads]
     outputs = math.ceil(sum(read.count / read.length for read in reads) / devices)
     replicas = owners.devices // devices
     sent = sum(slots) * (2 * (devices - 1) + (replicas - 1) * devices)
-    costs = costs_of(spec, devices, here, outputs, distinct, sent, state, wire_dtype)
-    groups = {}
+    costs = costs_of(table, here, outputs, distinct, sent, state)
     if heights is not None:
         if sum(heights) != height:
             raise ValueError(
                 "sparsejax.parallel.plan: stacks must have the numbers of rows of the "
                 f"tables in {name}, {height} in all, got {tuple(heights)}."
             )
-        sizes = {"table-wise": devices, "table-row-wise": mesh.shape[table.axes[0]]}
-        if sizes["table-row-wise"] == devices:
-            del sizes["table-row-wise"]
-        is_float = jax.numpy.issubdtype(spec.dtype, np.floating)
-        has_bags = is_float and all(read.length == int(read.length) for read in reads)
-        for choice, count in sizes.items():
-            if not has_bags or count < 2:
-                continue
-            layout, cost = cost_table_wise(
-                spec, tuple(heights), reads, devices, count, state, wire_dtype
-            )
-            stored = devices * layout.per_shard(height, devices)
-            if stored <= max(np.iinfo(np.int32).max, height):
-                groups[choice], costs[choice] = layout, cost
+        groups = {"table-wise": devices}
+        if (hosts := table.mesh.shape[table.axes[0]]) != devices:
+            groups["table-row-wise"] = hosts
+        is_float = jnp.issubdtype(table.dtype, jnp.floating)
+        has_bags = is_float and all(x.length == int(x.length) for x in reads)
+        for choice, count in groups.items():
+            if has_bags and count > 1:
+                cost = cost_table_wise(table, tuple(heights), reads, count, state)
+                if cost is not None:
+                    costs[choice] = cost
     choice = min(costs, key=lambda name: (costs[name].wire, costs[name].memory))
+    choice = layout or (choice if devices > 1 else "replicated-sparse")
+    if choice not in costs:
+        raise ValueError(
+            f"sparsejax.parallel.plan: the layout of {name} must be one of "
+            f"{', '.join(costs)}, got {choice!r}. Columns must be a multiple of the "
+            "devices; table-wise layouts need stacks=, several devices, and reads of "
+            "single ids or bags of one length."
+        )
     return TablePlan(
         name=name,
-        shape=spec.shape,
-        dtype=np.dtype(spec.dtype).name,
+        shape=table.shape,
+        dtype=np.dtype(table.dtype).name,
         ids=here,
         distinct=distinct,
         capacity=max(slots),
         costs=costs,
-        choice=choice if devices > 1 else "replicated-sparse",
-        is_measured=is_measured,
-        groups=groups,
-        wire_dtype=wire_dtype,
+        choice=choice,
+        is_measured=bool(samples),
+        wire_dtype=table.wire_dtype,
     )
-
-
-def _max_distinct(samples: Sequence[np.ndarray], devices: int, height: int) -> int:
-    """Returns the most distinct in-range ids of a device; shards samples evenly."""
-
-    def part(sample, k):
-        here = -(-sample.size // devices)
-        return sample[k * here : (k + 1) * here]
-
-    parts = [np.concatenate([part(s, k) for s in samples]) for k in range(devices)]
-    kept = [part[(part >= 0) & (part < height)] for part in parts]
-    return max(np.unique(part).size for part in kept)
 
 
 # ------------------------------------------------------------------ all tables
 
 
-def _overrule(
-    tables: Sequence[TablePlan], layouts: Mapping[str, str]
-) -> tuple[Sequence[TablePlan], dict[str, str]]:
-    """Gives the tables the layouts in `layouts`; also returns these by whole name."""
-    by_name = {table.name: table for table in tables}
-    chosen: dict[str, str] = {}
-    for given, layout in layouts.items():
-        name = _whole_name(given, by_name)
-        if layout not in by_name[name].costs:
-            raise ValueError(
-                f"sparsejax.parallel.plan: the layout of {name} must be one of "
-                f"{', '.join(by_name[name].costs)}, got {layout!r}. Columns must be a "
-                "multiple of the devices; table-wise layouts need stacks=, several "
-                "devices, and reads of single ids or bags of one length."
-            )
-        chosen[name] = layout
-    change = lambda t: dataclasses.replace(t, choice=chosen.get(t.name, t.choice))
-    return [change(table) for table in tables], chosen
-
-
-def _fit(
-    tables: Sequence[TablePlan], fixed: Mapping[str, str], budget: int
-) -> Sequence[TablePlan]:
+def _fit(plans: dict[str, TablePlan], fixed: Iterable[str], budget: int) -> None:
     """Moves tables to layouts that need less memory, until all fit or none can move."""
-    tables = list(tables)
-    while (over := sum(t.costs[t.choice].memory for t in tables) - budget) > 0:
+    while (over := sum(t.cost.memory for t in plans.values()) - budget) > 0:
         moves = [
-            (_price(t, layout, over), k, layout)
-            for k, t in enumerate(tables)
-            if t.name not in fixed
+            (_price(t, layout, over), k, name, layout)
+            for k, (name, t) in enumerate(plans.items())
+            if name not in fixed
             for layout in t.costs
-            if t.costs[layout].memory < t.costs[t.choice].memory
+            if t.costs[layout].memory < t.cost.memory
         ]
         if not moves:
             break
-        _, k, layout = min(moves)
-        tables[k] = dataclasses.replace(tables[k], choice=layout)
-    return tables
+        *_, name, layout = min(moves)
+        plans[name] = dataclasses.replace(plans[name], choice=layout)
 
 
 def _price(table: TablePlan, layout: str, over: int) -> float:
     """Returns extra bytes sent per byte freed, of the `over` that must be freed."""
-    now, then = table.costs[table.choice], table.costs[layout]
+    now, then = table.cost, table.costs[layout]
     return (then.wire - now.wire) / min(over, now.memory - then.memory)
-
-
-def _show_shape(table: TablePlan) -> str:
-    return f"{table.dtype}[{','.join(map(str, table.shape))}]"
 
 
 def _size(count: int) -> str:

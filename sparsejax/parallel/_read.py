@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -90,22 +90,29 @@ def measure_capacity(
             "sparsejax.parallel.measure_capacity: sample_ids must not be empty. Pass "
             "the ids of one or more batches."
         )
-    most = max(_max_requested(table, batch) for batch in batches)
+    most = max(max_requested(table, batch) for batch in batches)
     return max(1, math.ceil(most * margin))
 
 
-def _max_requested(table: ShardedTable, ids: Any) -> int:
-    """Returns the most distinct rows of a device at an owner; runs on the host."""
-    owners, ids = owners_of(table), np.asarray(ids).reshape(-1)
-    here = -(-ids.size // owners.devices)
-    most = 0
-    for k in range(owners.devices):
-        part = ids[k * here : (k + 1) * here]
-        distinct = np.unique(part[(part >= 0) & (part < table.height)])
-        owner = table.layout.owner_of(distinct, table.height, table.num_shards)
-        if owner.size:
-            most = max(most, int(np.unique(owner, return_counts=True)[1].max()))
+def max_requested(table: ShardedTable, ids: Any) -> int:
+    """Returns the most distinct rows that a device requests from any owner."""
+    most, shards = 0, table.num_shards
+    for distinct in distinct_ids([ids], owners_of(table).devices, table.height):
+        owner = table.layout.owner_of(distinct, table.height, shards)
+        most = max(most, int(np.bincount(owner, minlength=1).max()))
     return most
+
+
+def distinct_ids(
+    batches: Sequence[Any], devices: int, height: int
+) -> Iterator[np.ndarray]:
+    """Yields each device's distinct ids in range; batches are sharded evenly."""
+    batches = [np.asarray(ids).reshape(-1) for ids in batches]
+    for k in range(devices):
+        heres = [-(-ids.size // devices) for ids in batches]
+        parts = [ids[k * n : (k + 1) * n] for ids, n in zip(batches, heres)]
+        part = np.unique(np.concatenate(parts))
+        yield part[(part >= 0) & (part < height)]
 
 
 def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Metrics:

@@ -319,7 +319,7 @@ def devices() -> None:
 
     gradient: sj.parallel.ShardedTable = sj.grad(loss)(table, jnp.array([3, 4]))
     assert_type(gradient.to_dense(), jax.Array)
-    print(sj.parallel.plan({"items": table}, mesh, {"items": 2}))
+    print(sj.parallel.plan({"items": table}, mesh, {"items": jnp.array([3, 4])}))
 
 
 # ------------------------------------------------------------------ desc

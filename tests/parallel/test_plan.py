@@ -1,7 +1,14 @@
-"""plan: its formulas against compiled programs, its measures and its advice."""
+"""plan: its formulas against compiled programs, its advice, and models that it placed.
+
+The oracle of a trained model is the same program without a plan, on one device.
+"""
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false
+
+import functools
+import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +18,24 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
+from helpers import assert_same_bits, assert_trees_close, drawn, whole
 
 
 # optax itself relies on implicit promotion.
 pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 V, D, N, BATCH = 5_003, 8, 4, 256
+USERS, ITEMS = 301, 223
 MESH = AbstractMesh((N,), ("x",))
+SPEC = jax.ShapeDtypeStruct((V, D), jnp.float32)
+
+
+def spec(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def count(n):
+    """Ids that are not known yet."""
+    return jax.ShapeDtypeStruct((n,), jnp.int32)
 
 
 def make_ids():
@@ -24,15 +43,32 @@ def make_ids():
     return (rng.zipf(1.2, BATCH) % V).astype(np.int32)
 
 
-def compiled_wire(layout, sample, capacity, distinct):
-    """The bytes that a step with this layout sends, from the compiled program."""
-    mesh = jax.make_mesh(
-        (N,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N]
-    )
+def mesh_of(shape=(N,), names=("x",)):
+    devices = jax.devices()[: int(np.prod(shape))]
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+
+
+# XLA gathers the ids of a column-sharded table three times, if it must. Replicas
+# exchange the ids of as many rounds as there might be.
+@pytest.mark.parametrize(
+    ("layout", "replicas", "tolerance"),
+    [
+        ("row-sharded", 1, 0.05),
+        ("row-sharded", 2, 0.15),
+        ("column-sharded", 1, 0.35),
+        ("replicated-sparse", 1, 0.01),
+        ("replicated-dense", 1, 0.01),
+    ],
+)
+def test_formulas_against_compiled_programs(layout, replicas, tolerance):
+    mesh = mesh_of((replicas, N // replicas), ("r", "x"))
+    ids = make_ids()
+    (found,) = sj.parallel.plan(SPEC, mesh, ids, axis="x").tables
     table, lookup, reduce = np.ones((V, D), np.float32), sj.lookup, lambda g: g
-    ids_spec, tables = P("x"), True
+    ids_spec, tables = P(("r", "x")), layout != "replicated-dense"
     if layout == "row-sharded":
-        table = sj.parallel.shard_rows(table, mesh, "x", capacity=capacity)
+        table = sj.parallel.shard_rows(table, mesh, "x", capacity=found.capacity)
     elif layout == "column-sharded":
         table, ids_spec = sj.parallel.shard_columns(table, mesh, "x"), P()
         whole = NamedSharding(mesh, P("x"))
@@ -40,10 +76,8 @@ def compiled_wire(layout, sample, capacity, distinct):
             sj.lookup(t, ids), whole
         )
     elif layout == "replicated-sparse":
-        reduce = lambda g: sj.parallel.psum(g, "x", capacity=distinct)
-    else:
-        tables = False
-    tx = optax.sgd(0.1) if not tables else sj.optim.lazy(optax.sgd(0.1))
+        reduce = lambda g: sj.parallel.psum(g, "x", capacity=found.distinct)
+    tx = sj.optim.lazy(optax.sgd(0.1)) if tables else optax.sgd(0.1)
 
     def step(params, state, ids):
         loss = lambda t: jnp.sum(jnp.linalg.norm(lookup(t, ids), axis=1))
@@ -51,60 +85,23 @@ def compiled_wire(layout, sample, capacity, distinct):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
-    run = sj.parallel.data_parallel(step, mesh, "x")
-    ids = jax.device_put(sample, NamedSharding(mesh, ids_spec))
+    run = sj.parallel.data_parallel(step, mesh, ("r", "x"))
+    ids = jax.device_put(ids, NamedSharding(mesh, ids_spec))
     compiled = run.lower(table, tx.init(table), ids).compile()
-    return sj.viz.wire_bytes(compiled, branch=min)
-
-
-# XLA gathers the ids of a column-sharded table three times, if it must.
-@pytest.mark.parametrize(
-    ("layout", "tolerance"),
-    [
-        ("row-sharded", 0.05),
-        ("column-sharded", 0.35),
-        ("replicated-sparse", 0.01),
-        ("replicated-dense", 0.01),
-    ],
-)
-def test_formulas_against_compiled_programs(layout, tolerance):
-    ids = make_ids()
-    (found,) = sj.parallel.plan((V, D), MESH, ids).tables
-    wire = compiled_wire(layout, ids, found.capacity, found.distinct)
-    assert wire.total == pytest.approx(found.costs[layout].wire, rel=tolerance), wire
-
-
-def test_rows_that_are_replicated_over_another_axis():
-    ids = make_ids()
-    mesh = jax.make_mesh(
-        (2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:N]
-    )
-    (found,) = sj.parallel.plan((V, D), mesh, ids, axis="b").tables
-    table = np.ones((V, D), np.float32)
-    table = sj.parallel.shard_rows(table, mesh, "b", capacity=found.capacity)
-
-    def step(table, ids):
-        read = lambda t: sj.lookup(t, ids)
-        grads = sj.grad(lambda t: jnp.sum(jnp.linalg.norm(read(t), axis=1)))(table)
-        return optax.apply_updates(table, -grads)
-
-    ids = jax.device_put(ids, NamedSharding(mesh, P(("a", "b"))))
-    compiled = jax.jit(step).lower(table, ids).compile()
     wire = sj.viz.wire_bytes(compiled, branch=min)
-    # Replicas exchange the ids of as many rounds as there might be.
-    assert wire.total == pytest.approx(found.costs["row-sharded"].wire, rel=0.15), wire
+    assert wire.total == pytest.approx(found.costs[layout].wire, rel=tolerance), wire
 
 
 def test_memory_and_state():
     # Both moments of Adam, and rowwise Adagrad's one number a row.
-    specs = {"a": jax.ShapeDtypeStruct((V, D), jnp.float32)}
-    found = sj.parallel.plan(specs, MESH, 100, tx=optax.adam(1e-3)).tables[0]
+    specs, ids = {"a": SPEC}, {"a": count(100)}
+    found = sj.parallel.plan(specs, MESH, ids, tx=optax.adam(1e-3)).tables[0]
     row = 3 * D * 4
     assert found.costs["replicated-dense"].memory == V * row
     assert found.costs["row-sharded"].memory == -(-V // N) * row
     assert found.costs["column-sharded"].memory == V * row // N
     tx = sj.optim.lazy(sj.optim.rowwise_adagrad(0.1))
-    found = sj.parallel.plan(specs, MESH, 100, tx=tx)["tables['a']"]
+    found = sj.parallel.plan(specs, MESH, ids, tx=tx)["params['a']"]
     assert found.costs["column-sharded"].memory == V * D * 4 // N + V * 4
 
 
@@ -136,7 +133,7 @@ def test_duplicates_and_skew_are_measured():
     one_owner = np.arange(BATCH) * N % V  # as long as it does not wrap, owner 0
     one_owner = one_owner[one_owner % N == 0][: BATCH // 2]
     same = np.full(one_owner.size, 7)
-    tables = {"owner": (V, D), "same": (V, D), "even": (V, D)}
+    tables = {"owner": SPEC, "same": SPEC, "even": SPEC}
     batch = {"owner": one_owner, "same": same, "even": np.arange(one_owner.size)}
     found = sj.parallel.plan(tables, MESH, batch)
     here = one_owner.size // N
@@ -146,35 +143,39 @@ def test_duplicates_and_skew_are_measured():
         "same": (here, 1, 1),
         "even": (here, here, here // N),
     }
-    assert found["tables['owner']"].choice == "column-sharded"
-    assert found["tables['same']"].choice == "replicated-sparse"
-    assert found["tables['even']"].choice == "row-sharded"
+    assert found["params['owner']"].choice == "column-sharded"
+    assert found["params['same']"].choice == "replicated-sparse"
+    assert found["params['even']"].choice == "row-sharded"
 
 
 def test_recommendations_and_memory_limits():
-    tables = {"big": (10**8, 64), "odd": (10**6, 30), "small": (50, 64)}
+    tables = {"big": spec(10**8, 64), "odd": spec(10**6, 30), "small": spec(50, 64)}
     mesh = AbstractMesh((2, 4), ("a", "b"))
-    found = sj.parallel.plan(tables, mesh, np.arange(8_192) // 2)
-    assert found.num_devices == 8
+    ids = dict.fromkeys(tables, np.arange(8_192) // 2) | {
+        "small": np.arange(8_192) % 50
+    }
+    found = sj.parallel.plan(tables, mesh, ids)
     choices = [t.choice for t in found.tables]
     assert choices == ["row-sharded", "row-sharded", "replicated-dense"]
-    assert "column-sharded" not in found["tables['odd']"].costs
+    assert "column-sharded" not in found["params['odd']"].costs
     assert found.total.wire == sum(t.costs[t.choice].wire for t in found.tables)
-    found = sj.parallel.plan(tables, mesh, 8_192, axis="a")
-    assert (found.num_devices, found.tables[0].ids) == (2, 4_096)
+    ids = dict.fromkeys(tables, count(8_192))
+    assert sj.parallel.plan(tables, mesh, ids, axis="a").tables[0].ids == 4_096
+    (one,) = sj.parallel.plan(SPEC, AbstractMesh((1,), ("x",)), count(80)).tables
+    assert one.choice == "replicated-sparse"
 
     # Two tables that are best replicated; with room for one, one of them is cut.
-    tables = {"a": (1_000, 16), "b": (1_000, 32)}
-    sizes = 1_000 * 16 * 4, 1_000 * 32 * 4
-    free = sj.parallel.plan(tables, MESH, {"a": 4_000, "b": 40_000})
+    tables, ids = {"a": spec(1_000, 16), "b": spec(1_000, 32)}, {}
+    ids = {"a": count(4_000), "b": count(40_000)}
+    free = sj.parallel.plan(tables, MESH, ids)
     assert {t.choice for t in free.tables} == {"replicated-dense"}
-    limit = sizes[1] + sizes[0] // 2
-    tight = sj.parallel.plan(
-        tables, MESH, {"a": 4_000, "b": 40_000}, device_bytes=limit
-    )
+    limit = 1_000 * 32 * 4 + 1_000 * 16 * 4 // 2
+    tight = sj.parallel.plan(tables, MESH, ids, device_bytes=limit)
     assert [t.choice for t in tight.tables] == ["row-sharded", "replicated-dense"]
     assert tight.total.memory <= limit
-    none = sj.parallel.plan(tables, MESH, 4_000, device_bytes=100)
+    fixed = {"b": "replicated-sparse"}
+    none = sj.parallel.plan(tables, MESH, ids, device_bytes=100, layouts=fixed)
+    assert none.tables[1].choice == "replicated-sparse"
     assert "too large for any layout" in repr(none)
 
 
@@ -186,13 +187,12 @@ def test_reads_are_found_in_a_loss():
         rows += params["a"][batch["ids"] % 2] + params["b"][batch["ids"]]
         return jnp.sum(rows @ params["w"]), params["b"].shape
 
-    shapes = {"a": (V, D), "b": (V, D), "w": (D, D)}
-    params = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
+    params = {"a": SPEC, "b": SPEC, "w": spec(D, D)}
     ids = make_ids()
     found = sj.parallel.plan(params, MESH, {"ids": ids}, loss=loss)
     assert [t.name for t in found.tables] == ["params['a']", "params['b']"]
     first, second = found.tables
-    (alone,) = sj.parallel.plan((V, D), MESH, ids).tables
+    (alone,) = sj.parallel.plan(SPEC, MESH, ids).tables
     assert (second.ids, second.distinct, second.capacity, second.costs) == (
         alone.ids,
         alone.distinct,
@@ -202,10 +202,9 @@ def test_reads_are_found_in_a_loss():
     assert first.ids == 2 * second.ids and first.is_measured
     assert "params['w']" not in repr(found)
     # Without ids their number is known.
-    batch = {"ids": jax.ShapeDtypeStruct((BATCH,), jnp.int32)}
-    unknown = sj.parallel.plan(params, MESH, batch, loss=loss)
+    unknown = sj.parallel.plan(params, MESH, {"ids": count(BATCH)}, loss=loss)
     assert not unknown.tables[0].is_measured and unknown.tables[0].ids == first.ids
-    assert unknown.describe().splitlines()[2].split()[2:4] == [str(first.ids), "-"]
+    assert repr(unknown).splitlines()[2].split()[2:4] == [str(first.ids), "-"]
 
 
 def test_ids_that_depend_on_rows_are_found():
@@ -219,37 +218,179 @@ def test_ids_that_depend_on_rows_are_found():
 
 
 def test_apply_and_layouts():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of((8,))
     params = {"a": jnp.ones((V, D)), "b": np.ones((V, D), np.float32), "w": jnp.ones(3)}
-    batch = {"a": make_ids(), "b": 80, "w": None}
-    layouts = {"tables['a']": "row-sharded", "tables['b']": "column-sharded"}
-    found = sj.parallel.plan(params, mesh, batch, layouts=layouts, device_bytes=V)
+    loss = lambda p, ids: jnp.sum(p["a"][ids]) + jnp.sum(p["b"][ids]) + p["w"][0]
+    layouts = {"params['a']": "row-sharded", "['b']": "column-sharded"}
+    plan = functools.partial(sj.parallel.plan, params, mesh, make_ids(), loss=loss)
+    found = plan(layouts=layouts, device_bytes=V)
     assert [t.choice for t in found.tables] == ["row-sharded", "column-sharded"]
     placed = found.apply(params)
-    capacity = found["tables['a']"].capacity
-    ends = {"a": "row-sharded", "['b']": "column-sharded"}
-    by_ends = sj.parallel.plan(params, mesh, batch, layouts=ends, device_bytes=V)
-    assert [t.choice for t in by_ends.tables] == [t.choice for t in found.tables]
+    capacity = found["params['a']"].capacity
     assert capacity < placed["a"].capacity <= 1.1 * capacity + 1
     assert placed["b"].sharding.spec == P(None, "x")
     assert placed["w"].sharding.spec == P() and len(placed["w"].devices()) == 8
-    assert jax.tree.structure(found.apply(placed)) == jax.tree.structure(placed)
+    # Again, from sharded tables: by rows they stay where they are.
+    again = sj.parallel.plan(placed, mesh, make_ids(), loss=loss, layouts=layouts)
+    assert jax.tree.structure(again.apply(placed)) == jax.tree.structure(placed)
+    dense = plan(layouts=dict.fromkeys(layouts, "replicated-dense")).apply(placed)
+    assert_same_bits(dense["a"], params["a"])
+    assert dense["a"].sharding.is_fully_replicated
     abstract = found.apply(jax.eval_shape(lambda: params))
-    assert abstract["a"].sharding == placed["a"].sharding
-    assert [x.sharding for x in jax.tree.leaves(abstract)] == [
-        x.sharding for x in jax.tree.leaves(placed)
-    ]
-    (one,) = sj.parallel.plan((V, D), AbstractMesh((1,), ("x",)), 80).tables
-    assert one.choice == "replicated-sparse"
+    shardings = lambda tree: [x.sharding for x in jax.tree.leaves(tree)]
+    assert shardings(abstract) == shardings(placed)
 
 
 def test_prints_as_a_table():
     ids = np.arange(4 * 5_120) // 2
-    found = sj.parallel.plan({"user": (100_000, 32)}, MESH, ids)
+    found = sj.parallel.plan({"user": spec(100_000, 32)}, MESH, {"user": ids})
     head, rule, user, total, where = repr(found).splitlines()
     assert head.split()[:4] == ["table", "shape", "ids", "distinct"]
     assert set(rule) == {"-"}
-    assert user.startswith("tables['user']  float32[100000,32]  5,120     2,560")
-    assert user.endswith("row-sharded  3.2 MB  507 kB  10.1 us")
-    assert repr(found) == found.describe()
+    assert user.startswith("params['user']  float32[100000,32]  5,120     2,560")
+    assert user.endswith("row-sharded  3.2 MB  507 kB")
     assert total.startswith("total") and where.startswith("4 devices")
+
+
+# ------------------------------------------------------------------ two models
+
+
+def two_towers(users, items, width):
+    """Flax's layers as they are, their parameters abstract."""
+    nnx = pytest.importorskip("flax.nnx")
+
+    class TwoTowers(nnx.Module):
+        def __init__(self, rngs):
+            self.user = nnx.Embed(users, width, rngs=rngs)
+            self.item = nnx.Embed(items, width, rngs=rngs)
+            self.dense = nnx.Linear(width, width, rngs=rngs)
+
+        def __call__(self, user, item):
+            return jnp.sum(self.dense(self.user(user)) * self.item(item), axis=-1)
+
+    model = nnx.eval_shape(lambda: TwoTowers(nnx.Rngs(0)))
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss_fn(params, batch):
+        scores = nnx.merge(graph, params)(batch["user"], batch["item"])
+        return jnp.mean(optax.sigmoid_binary_cross_entropy(scores, batch["label"]))
+
+    return params, loss_fn
+
+
+def dlrm(users, items, width, stacked=True):
+    """A collection of tables, one of them read by two features, and a layer on top."""
+    layer = sj.nn.EmbeddingCollection(
+        {"user": (users, width), "item": (items, width), "day": (14 * width, width)},
+        {"user": "user", "item": "item", "last": "item", "day": "day"},
+        stacked=stacked,
+    )
+
+    def loss_fn(params, batch):
+        ids = {name: batch[name] for name in ("user", "item", "last", "day")}
+        rows = jnp.stack(list(layer(params["tables"], ids).values()), 1)
+        crossed = jnp.einsum("bfd,bgd->bfg", rows, rows).reshape(len(rows), -1)
+        return jnp.mean((jnp.tanh(crossed) @ params["w"] - batch["label"]) ** 2)
+
+    specs = jax.eval_shape(lambda: layer.init(jax.random.key(0)))
+    w = jnp.array(np.linspace(-1.0, 1.0, 16, dtype=np.float32))
+    return {"tables": drawn(specs, width**-0.5), "w": w}, loss_fn
+
+
+def make_batch(seed, users=USERS, items=ITEMS, size=16, draw=None):
+    rng = np.random.default_rng(seed)
+    draw = draw or (lambda rng, height: rng.integers(0, height, size))
+    heights = {"user": users, "item": items, "last": items, "day": 7}
+    batch = {name: draw(rng, n).astype(np.int32) for name, n in heights.items()}
+    return batch | {"label": rng.normal(size=size).astype(np.float32)}
+
+
+def make_step(loss_fn, tx):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, batch):
+        loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    return step
+
+
+def train(params, loss_fn, plan=None):
+    """Three steps; with a plan, on its devices."""
+    params = jax.tree.map(jnp.copy, params)  # the step overwrites them
+    tx = sj.optim.lazy(optax.adam(0.05))
+    params = params if plan is None else plan.apply(params)
+    state, step = tx.init(params), make_step(loss_fn, tx)
+    for seed in range(3):
+        batch = make_batch(seed)
+        if plan is not None:
+            batch = jax.device_put(batch, plan.batch_sharding)
+        params, state, _ = step(params, state, batch)
+    return params
+
+
+def is_sharded(x):
+    return isinstance(x, sj.parallel.ShardedTable)
+
+
+LAYOUTS = ("row-sharded", "column-sharded", "replicated-sparse")
+MODELS: Any = {
+    "three layouts": (dlrm, {"stacked": False}, LAYOUTS),
+    "collection": (dlrm, {}, LAYOUTS[:1]),
+}
+
+
+@pytest.mark.parametrize("name", ["three layouts", "collection"])
+def test_trained_on_one_device_and_on_eight(name):
+    make, options, layouts = MODELS[name]
+    params, loss_fn = make(USERS, ITEMS, D, **options)
+    plain = whole(train(params, loss_fn))
+    plan: Any = functools.partial(
+        sj.parallel.plan, params, mesh_of((8,)), make_batch(0), loss=loss_fn
+    )
+    names = [table.name for table in plan().tables]
+    assert all(name.startswith("params") for name in names)
+    asked = {name: layouts[k % len(layouts)] for k, name in enumerate(names)}
+    applied = plan(layouts=asked)
+    assert [table.choice for table in applied.tables] == list(asked.values())
+    trained = train(params, loss_fn, applied)
+    found = jax.tree.leaves(trained, is_leaf=is_sharded)
+    rows = [choice for choice in asked.values() if choice == "row-sharded"]
+    assert sum(map(is_sharded, found)) == len(rows)
+    assert_trees_close(whole(trained), plain, rtol=1e-5, atol=1e-5)
+
+
+# ------------------------------------------------------------------ bytes on the wire
+
+HEIGHT, WIDTH, READS, DEVICES = 100_003, 32, 20_480, 4
+
+
+def test_sends_little_and_copies_no_table():
+    """The case of docs/scaling.md, 20,480 reads, at four devices; nothing is run."""
+    size, heights = READS // 2, (HEIGHT, HEIGHT)
+    zipf = lambda rng, height: rng.zipf(1.2, size) % height
+    params, loss_fn = two_towers(*heights, WIDTH)
+    batch = make_batch(0, *heights, size, zipf)
+    tx, mesh = sj.optim.lazy(optax.adam(1e-3)), mesh_of((DEVICES,))
+    plan = sj.parallel.plan(params, mesh, batch, loss=loss_fn, tx=tx)
+    assert {table.choice for table in plan.tables} == {"row-sharded"}
+    abstract = lambda x, sharding: jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=sharding
+    )
+    params = plan.apply(jax.tree.map(lambda x: abstract(x, None), params))
+    state = jax.tree.map(
+        lambda x: abstract(x, plan.batch_sharding if x.ndim == 2 else None),
+        jax.eval_shape(tx.init, params),
+    )
+    batch = jax.tree.map(lambda x: abstract(x, plan.batch_sharding), batch)
+    program = make_step(loss_fn, tx).lower(params, state, batch).compile()
+    wire, text = sj.viz.wire_bytes(program), program.as_text() or ""
+    assert wire.total <= 600_000, wire
+    assert wire.total == pytest.approx(1.1 * plan.total.wire, rel=0.03), wire
+    for table in filter(is_sharded, jax.tree.leaves(params, is_leaf=is_sharded)):
+        shaped = rf"= f32\[{table.rows_per_shard},{WIDTH}\]\S* (\w[\w-]*)\("
+        made = set(re.findall(shaped, text))
+        in_place = {"scatter", "fusion", "dynamic-update-slice"}
+        assert made <= {"parameter", "get-tuple-element"} | in_place, made
+        assert f"[{table.rows_per_shard * DEVICES}," not in text
+        assert f"[{table.height}," not in text

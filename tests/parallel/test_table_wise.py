@@ -373,10 +373,10 @@ def test_plan_is_applied_and_its_bytes_are_sent(layout):
     assert table.costs[layout].wire < 0.5 * table.costs["row-sharded"].wire
     applied = plan.apply(params)
     held = applied["tables"][name]
-    assert held.layout == table.groups[layout]
+    assert held.layout == table.costs[layout].layout
     rows = held.rows_per_shard
     assert table.costs[layout].memory == 2 * rows * 32 * 4
-    assert layout in plan.describe()
+    assert layout in repr(plan)
     batches = jax.device_put(batch, plan.batch_sharding)
     step, state = make_step(loss_fn, tx), tx.init(applied)
     compiled = step.lower(applied, state, batches).compile()
@@ -411,7 +411,7 @@ def test_plan_chooses_table_wise_for_bags_not_for_single_ids():
         (table,) = plan.tables
         assert table.choice == expected
         # All devices have two of the tables.
-        assert sorted(table.groups["table-wise"].groups) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert sorted(table.costs["table-wise"].layout.groups) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 # ------------------------------------------------------------------ layouts
@@ -510,8 +510,8 @@ def test_a_plan_by_rows_moves_a_table_that_is_sharded_table_by_table():
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     layout = sj.parallel.TableWise((9, 5), (0, 0), 1)
     table = sj.parallel.shard_rows(params[name], mesh, "x", layout=layout)
-    key = f"tables['{name}']"
-    plan = sj.parallel.plan(params, mesh, 4, layouts={key: "row-sharded"})
+    key, ids = f"params['{name}']", {name: np.arange(4)}
+    plan = sj.parallel.plan(params, mesh, ids, layouts={key: "row-sharded"})
     placed = plan.apply({name: table})[name]
     assert placed.layout == Mod()
     assert_trees_close(whole(placed), params[name])
