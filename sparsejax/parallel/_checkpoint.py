@@ -34,7 +34,7 @@ from sparsejax._rows import is_selected_rows
 from sparsejax.parallel._exchange import rearrange
 from sparsejax.parallel._layout import Block
 from sparsejax.parallel._read import owners_of
-from sparsejax.parallel._table import ShardedTable
+from sparsejax.parallel._table import ShardedTable, check_has_devices
 
 
 if TYPE_CHECKING:
@@ -105,8 +105,8 @@ def save(
       Orbax, `CheckpointManager`; PyTorch, distributed checkpoint (resharding at load).
     """
     orbax = _orbax()
-    manager: Any = _manager(orbax, path_or_manager)
-    if (manager is None) != (step is None):
+    is_manager = isinstance(path_or_manager, orbax.CheckpointManager)
+    if is_manager != (step is not None):
         raise ValueError(
             "sparsejax.parallel.save: step is the number of steps trained for a "
             f"CheckpointManager, and left out for a path, got step={step!r}."
@@ -118,23 +118,23 @@ def save(
                 f"sparsejax.parallel.save: the leaf {name} is abstract, {leaf}, and "
                 "has no values. Save the array itself."
             )
-    if manager is not None:
-        latest = manager.latest_step()
+    leaves, treedef = jax.tree.flatten(_without_masked_tables(tree), is_leaf=_is_table)
+    if is_manager:
+        latest = path_or_manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
                 f"sparsejax.parallel.save: step {step} is not later than the latest "
-                f"step in {manager.directory}, {latest}. Continue from latest_step(), "
-                "or save to another directory."
+                f"step in {path_or_manager.directory}, {latest}. Continue from "
+                "latest_step(), or save to another directory."
             )
-        if not manager.should_save(step):
+        if not path_or_manager.should_save(step):
             return False
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_table)
     leaves = [_to_save(x) for x in leaves]
-    args = orbax.args.PyTreeSave(_without_masked_tables(treedef.unflatten(leaves)))
+    args = orbax.args.PyTreeSave(treedef.unflatten(leaves))
     sums = _checksums(tree, leaves)
     metadata = {**(custom_metadata or {}), _LEAVES: description, _SUMS: sums}
-    if manager is not None:
-        return manager.save(step, args=args, custom_metadata=metadata)
+    if is_manager:
+        return path_or_manager.save(step, args=args, custom_metadata=metadata)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         path = _absolute(path_or_manager)
         checkpointer.save(path, args=args, custom_metadata=metadata)
@@ -184,14 +184,11 @@ def restore(
     """
     orbax = _orbax()
     description = _describe(like)
-    plain = _without_masked_tables(like)
-    is_stored = jax.tree.map(_mark_stored, plain, is_leaf=_is_table)
     how = functools.partial(_restore_args, orbax)
-    how = jax.tree.map(how, plain, is_leaf=_is_table)
-    args = orbax.args.PyTreeRestore(item=is_stored, restore_args=how)
+    how = jax.tree.map(how, _without_masked_tables(like), is_leaf=_is_table)
     with contextlib.ExitStack() as stack:
-        checkpointer: Any = _manager(orbax, path_or_manager)
-        if checkpointer is not None:
+        if isinstance(path_or_manager, orbax.CheckpointManager):
+            checkpointer: Any = path_or_manager
             checkpointer.wait_until_finished()
             key = checkpointer.latest_step() if step is None else step
             place = f"step {key} in {checkpointer.directory}"
@@ -217,9 +214,9 @@ def restore(
                 f"{place}: {differences}. Make `like` as the saved tree was made."
             )
         with _reading(place):
-            # Orbax refuses a tree without arrays.
-            restored = is_stored
-            if jax.tree.leaves(is_stored):
+            restored = how
+            if jax.tree.leaves(how):  # orbax refuses a tree without arrays
+                args = orbax.args.PyTreeRestore(item=how, restore_args=how)
                 restored = checkpointer.restore(key, args=args)
             return _as_tree(like, restored, metadata[_SUMS])
 
@@ -263,12 +260,6 @@ def _orbax() -> Any:
     return orbax
 
 
-def _manager(orbax: Any, path_or_manager: Any) -> Any:
-    """Returns the CheckpointManager; None for a path."""
-    is_manager = isinstance(path_or_manager, orbax.CheckpointManager)
-    return path_or_manager if is_manager else None
-
-
 def _absolute(path: Any) -> str:
     path = os.fspath(path)
     return path if "://" in path else os.path.abspath(path)
@@ -285,12 +276,8 @@ def _describe(tree: Any) -> dict[str, str]:
     """
     described = {}
     for name, x in _named_leaves(tree):
-        if isinstance(x, ShardedTable) and isinstance(x.mesh, AbstractMesh):
-            raise ValueError(
-                f"sparsejax.parallel: the table {name} of the checkpoint is sharded "
-                "over an AbstractMesh, which has no devices. Make it with shard_rows "
-                "over a jax.sharding.Mesh."
-            )
+        if isinstance(x, ShardedTable):
+            check_has_devices(x.mesh)
         if isinstance(x, _SCALARS):
             described[name] = type(x).__name__
         elif hasattr(x, "shape") and hasattr(x, "dtype"):
@@ -332,17 +319,13 @@ def _is_table(x: Any) -> bool:
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Returns the differences in words, five at most; empty if there are none."""
-    lines = [f"{name} was not saved" for name in wanted if name not in saved]
-    lines += [
-        f"{name} was saved but is missing" for name in saved if name not in wanted
+    absent = "not in the tree"
+    lines = [
+        f"{name} is {wanted.get(name, absent)}, saved was {saved.get(name, absent)}"
+        for name in sorted(saved.keys() | wanted.keys())
+        if wanted.get(name) != saved.get(name)
     ]
-    both = saved.keys() & wanted.keys()
-    lines += [
-        f"{name} is {wanted[name]}, saved was {saved[name]}"
-        for name in both
-        if wanted[name] != saved[name]
-    ]
-    return "; ".join(sorted(lines)[:5]) + (" and more" if len(lines) > 5 else "")
+    return "; ".join(lines[:5]) + (" and more" if len(lines) > 5 else "")
 
 
 # ------------------------------------------------------------------ leaves
@@ -350,8 +333,8 @@ def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
 
 def _to_save(x: Any) -> Any:
     """Returns a leaf as orbax accepts it; None for an array without elements."""
-    if math.prod(np.shape(x)) == 0:
-        return None  # orbax stores no such arrays
+    if _is_empty(x):
+        return None
     if _is_table(x):
         return _by_id(x)
     if _is_key(x):
@@ -360,6 +343,22 @@ def _to_save(x: Any) -> Any:
         # An array local to each process is saved from the first process.
         return np.asarray(x) if x.is_fully_addressable else x
     return np.asarray(x) if isinstance(x, np.generic) else x
+
+
+def _restore_args(orbax: Any, x: Any) -> Any:
+    """Tells orbax how to restore a leaf like `x`."""
+    if _is_empty(x):
+        return None
+    if isinstance(x, _SCALARS):
+        return orbax.RestoreArgs(restore_type=type(x))
+    sharding = _sharding(x)
+    if sharding is None or _is_key(x):
+        return orbax.RestoreArgs(restore_type=np.ndarray)
+    shape = _stored_shape(x) if _is_table(x) else x.shape
+    # Not strict, so that orbax drops or adds the zeros behind the rows of a table.
+    return orbax.ArrayRestoreArgs(
+        sharding=sharding, global_shape=shape, dtype=x.dtype, strict=False
+    )
 
 
 def _without_masked_tables(tree: Any) -> Any:
@@ -374,34 +373,12 @@ def _without_masked_tables(tree: Any) -> Any:
     return jax.tree.map(unwrap, tree, is_leaf=is_table)
 
 
-def _mark_stored(x: Any) -> Any:
-    """Returns 0 for a leaf that is stored, None for an array without elements."""
-    return None if math.prod(np.shape(x)) == 0 else 0
-
-
-def _restore_args(orbax: Any, x: Any) -> Any:
-    """Tells orbax how to restore a leaf like `x`."""
-    if math.prod(np.shape(x)) == 0:
-        return None
-    if isinstance(x, _SCALARS):
-        return orbax.RestoreArgs(restore_type=type(x))
-    shape, sharding = np.shape(x), _sharding(x)
-    if _is_table(x):
-        shape, sharding = (x.num_shards * _block_rows(x), *shape[1:]), x.sharding
-    if sharding is None or _is_key(x):
-        return orbax.RestoreArgs(restore_type=np.ndarray)
-    # Not strict, so that orbax drops or adds the zeros behind the rows of a table.
-    return orbax.ArrayRestoreArgs(
-        sharding=sharding, global_shape=shape, dtype=x.dtype, strict=False
-    )
-
-
 def _as_tree(like: Any, restored: Any, sums: Mapping[str, int]) -> Any:
     """Returns the restored tree with the structure and the leaf types of `like`."""
-    leaves, treedef = jax.tree.flatten(
-        like, is_leaf=lambda x: _is_table(x) or _is_none(x)
-    )
-    restored = jax.tree.leaves(restored, is_leaf=_is_none)
+    is_none = lambda x: x is None
+    is_leaf = lambda x: _is_table(x) or is_none(x)
+    leaves, treedef = jax.tree.flatten(like, is_leaf=is_leaf)
+    restored = jax.tree.leaves(restored, is_leaf=is_none)
     pairs = list(zip(leaves, restored, strict=True))
     for name, sum_ in _checksums(like, [b for a, b in pairs if a is not None]).items():
         if sums.get(name) != sum_:
@@ -411,18 +388,19 @@ def _as_tree(like: Any, restored: Any, sums: Mapping[str, int]) -> Any:
 
 def _as_leaf(like: Any, value: Any) -> Any:
     """Returns the restored value with the type of the leaf `like`."""
+    sharding = _sharding(like)
+    if value is None:  # it has no elements
+        shape = _stored_shape(like) if _is_table(like) else like.shape
+        zeros = jnp if _is_key(like) else np
+        value = zeros.zeros(shape, like.dtype)
+        value = value if sharding is None else jax.device_put(value, sharding)
     if _is_table(like):
         return dataclasses.replace(like, values=_values_like(like, value))
-    if value is None:  # it has no elements
-        zeros = jnp if _is_key(like) else np
-        value = zeros.zeros(like.shape, like.dtype)
-        sharding = _sharding(like)
-        value = value if sharding is None else jax.device_put(value, sharding)
     if _is_key(like):
         # The ids of a SelectedRows are keys again once its tree is rebuilt.
         impl = jax.random.key_impl(like)
         keys = value if _is_key(value) else jax.random.wrap_key_data(value, impl=impl)
-        return keys if _sharding(like) is None else jax.device_put(keys, like.sharding)
+        return keys if sharding is None else jax.device_put(keys, sharding)
     if np.ndim(value):
         value = value[: like.shape[0]]  # without the padding of a table
     if isinstance(like, np.generic):
@@ -430,6 +408,11 @@ def _as_leaf(like: Any, value: Any) -> Any:
     if isinstance(like, np.ndarray | _SCALARS) or isinstance(value, jax.Array):
         return value
     return jnp.asarray(value)
+
+
+def _is_empty(x: Any) -> bool:
+    """Returns True for an array without elements, which orbax does not store."""
+    return math.prod(np.shape(x)) == 0
 
 
 def _is_key(x: Any) -> bool:
@@ -443,10 +426,6 @@ def _sharding(x: Any) -> Any:
     # Shardings from eval_shape over Explicit axes have no devices.
     placed = not isinstance(getattr(sharding, "mesh", None), AbstractMesh)
     return sharding if placed and getattr(x, "committed", True) else None
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 # ------------------------------------------------------------------ checksums
@@ -463,51 +442,47 @@ def _checksums(tree: Any, leaves: list[Any]) -> dict[str, int]:
     for (name, _), x in zip(_named_leaves(tree), leaves, strict=True):
         x = jax.random.key_data(x) if _is_key(x) else x
         if isinstance(x, jax.Array):
-            sums[name] = int(_sum_on_devices(x))
+            sums[name] = int(_checksum(x))
         elif x is not None:
-            sums[name] = _sum_on_host(np.asarray(x))
+            x = np.asarray(x)
+            x = x.astype(np.int8) if x.dtype.name in _PACKED else x
+            words = np.ascontiguousarray(x).reshape(-1)
+            words = words.view(f"u{min(x.dtype.itemsize, 4)}")
+            # In parts, which need little memory.
+            parts = (
+                _checksum(words[k : k + _PART], np.uint32(k))
+                for k in range(0, words.size, _PART)
+            )
+            sums[name] = sum(map(int, parts)) % 2**32
     return sums
 
 
 @jax.jit
-def _sum_on_devices(x: jax.Array) -> jax.Array:
+def _checksum(x: jax.Array, first: Any = np.uint32(0)) -> jax.Array:
+    """Returns the checksum of words, of which the first one has the place `first`."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag], axis=-1)
     if x.dtype == bool or x.dtype.name in _PACKED:
         x = x.astype(jnp.int8)
     size = min(x.dtype.itemsize, 4)
     words = jax.lax.bitcast_convert_type(x, f"uint{8 * size}").astype(jnp.uint32)
-    place, stride = jnp.zeros((), jnp.uint32), 1
+    place, stride = jnp.asarray(first), 1
     for axis in reversed(range(words.ndim)):
         step = np.uint32(stride % 2**32)
         place = place + step * jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         stride *= words.shape[axis]
-    return jnp.sum(_weighed(words, place), dtype=jnp.uint32)
-
-
-def _sum_on_host(x: np.ndarray) -> int:
-    if x.dtype.name in _PACKED:
-        x = x.astype(np.int8)
-    words = np.ascontiguousarray(x).reshape(-1).view(f"u{min(x.dtype.itemsize, 4)}")
-    total = 0
-    for begin in range(0, words.size, _PART):  # in parts, which need little memory
-        part = words[begin : begin + _PART].astype(np.uint32)
-        place = np.arange(begin, begin + part.size).astype(np.uint32)
-        total += int(np.sum(_weighed(part, place), dtype=np.uint32))
-    return total % 2**32
-
-
-def _weighed(words: Any, place: Any) -> Any:
     mixed = place * np.uint32(0x9E3779B1)
-    return words * (mixed ^ (mixed >> 16) | np.uint32(1))
+    odd = mixed ^ (mixed >> 16) | np.uint32(1)
+    return jnp.sum(words * odd, dtype=jnp.uint32)
 
 
 # ------------------------------------------------------------------ order of ids
 
 
-def _block_rows(table: ShardedTable) -> int:
-    """Returns the rows of each device in the order of ids."""
-    return Block().per_shard(table.height, table.num_shards)
+def _stored_shape(table: ShardedTable) -> tuple[int, ...]:
+    """Returns the shape of a table's rows in the order of ids, with their padding."""
+    shards = table.num_shards
+    return shards * Block().per_shard(table.height, shards), *table.shape[1:]
 
 
 def _by_id(table: ShardedTable) -> jax.Array:
@@ -519,11 +494,8 @@ def _by_id(table: ShardedTable) -> jax.Array:
     return jax.block_until_ready(_to_blocks(table))
 
 
-def _values_like(table: ShardedTable, rows: Any) -> Any:
+def _values_like(table: ShardedTable, rows: jax.Array) -> Any:
     """Turns rows by id, `[V or more, ...]`, into the values of `table`."""
-    if rows is None:  # without elements
-        shape = table.num_shards * _block_rows(table), *table.shape[1:]
-        rows = np.zeros(shape, table.dtype)
     values = jax.device_put(rows, table.sharding)
     if not table.layout.is_by_id:
         table_by_id = dataclasses.replace(table, values=values)
@@ -543,7 +515,7 @@ def _values_like(table: ShardedTable, rows: Any) -> Any:
 
 @jax.jit
 def _to_blocks(table: ShardedTable) -> jax.Array:
-    rows = _block_rows(table)
+    rows = Block().per_shard(table.height, table.num_shards)
     return rearrange(owners_of(table), table.values, rows, table.position)
 
 

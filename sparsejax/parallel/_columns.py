@@ -12,7 +12,6 @@ gather and scatter of rows do not cross columns. The tests check the compiled pr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax._arguments import TableLike
-from sparsejax.parallel._table import (
-    check_axis,
-    check_has_devices,
-    constrain,
-    names_of,
-)
+from sparsejax.parallel._table import check_axis, check_has_devices, constrain
 
 
 def shard_columns(
@@ -82,14 +76,6 @@ def shard_columns(
             "sparsejax.parallel.shard_columns: table must have at least two axes, rows "
             f"first and columns last, got shape {shape}. Use shard_rows, or replicate "
             "the table."
-        )
-    parts = math.prod(mesh.shape[name] for name in names_of(axis))
-    if shape[-1] % parts:
-        wider = -(-shape[-1] // parts) * parts
-        raise ValueError(
-            f"sparsejax.parallel.shard_columns: {shape[-1]} columns cannot be divided "
-            f"evenly over the {parts} devices along {axis!r}. Pad the table to {wider} "
-            "columns (jnp.pad), or use shard_rows, which accepts any shape."
         )
     spec = PartitionSpec(*(None,) * (len(shape) - 1), axis)
     sharding = NamedSharding(mesh, spec)

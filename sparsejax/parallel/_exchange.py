@@ -159,29 +159,19 @@ class Owners:
         is_own = indexing.in_range(rows, self.rows)
         return jnp.where(is_own, rows, _arguments.scalar(self.rows, rows))
 
-    def all_to_all(self, x: jax.Array) -> jax.Array:
+    def all_to_all(self, x: jax.Array, wire_dtype: Any = None) -> jax.Array:
         """`x [N, ...]`: `x[j]` goes to owner j, and comes back from it."""
-        if self.count == 1:
-            return x
-        return lax.all_to_all(x, self.axes, 0, 0, tiled=True)
+        return x if self.count == 1 else send_rows(x, self.axes, wire_dtype)
 
-    def all_rows_to_all(self, rows: jax.Array) -> jax.Array:
-        """Implements `all_to_all`, for `[N, C, ...]` rows, sent in `wire_dtype`."""
-        if self.count == 1:
-            return rows
-        return send_rows(rows, self.axes, self.wire_dtype)
-
-    def gather_replicas(self, x: jax.Array) -> jax.Array:
+    def gather_replicas(self, x: jax.Array, wire_dtype: Any = None) -> jax.Array:
         """Gathers `x [N, ...]` of the devices that own the same rows, by replica."""
         axes = self.replica_axes
-        return lax.all_gather(x, axes, tiled=True) if axes else x
-
-    def gather_replica_rows(self, x: jax.Array) -> jax.Array:
-        """Implements `gather_replicas`, for rows, sent in `wire_dtype`."""
-        wire = self.wire_dtype
-        if wire is None or not self.replica_axes:
-            return self.gather_replicas(x)
-        return _from_bits(self.gather_replicas(_as_bits(x, wire)), wire, x.dtype)
+        if not axes:
+            return x
+        if wire_dtype is None:
+            return lax.all_gather(x, axes, tiled=True)
+        bits = lax.all_gather(_as_bits(x, wire_dtype), axes, tiled=True)
+        return _from_bits(bits, wire_dtype, x.dtype)
 
 
 # ------------------------------------------------------------------ metrics
@@ -212,12 +202,6 @@ class Metrics(NamedTuple):
     largest: jax.Array
     overflow: jax.Array
     bytes: jax.Array
-
-
-def no_metrics() -> Metrics:
-    """Returns the metrics of an exchange without ids."""
-    zero = jnp.zeros((), jnp.int32)
-    return Metrics(zero, zero, zero, zero, jnp.zeros((), jnp.float32))
 
 
 def measure(
@@ -305,6 +289,14 @@ class Rounds(NamedTuple):
         at, used = self._places(sent)
         none = np.int32(values.shape[0])
         return indexing.take_rows(values, jnp.where(used, at, none))
+
+    def send_ids(self, sent: Any) -> jax.Array:
+        """Sends one round's ids; returns the own rows that were requested, `[N, C]`."""
+        return self.owners.all_to_all(self.ids(sent))
+
+    def send_values(self, values: jax.Array, sent: Any) -> jax.Array:
+        """Sends one round's values; returns the values of own rows, `[N, C, ...]`."""
+        return self.owners.all_to_all(self.values(values, sent), self.owners.wire_dtype)
 
     def sum_duplicates(self, values: jax.Array) -> jax.Array:
         """Sums `values [n, ...]` for each distinct position, `[u, ...]`."""
@@ -394,15 +386,6 @@ def read_rows(
     return read_rows_p.bind(values, positions, owners=owners, slots=slots, batched=())
 
 
-def _read(
-    values: jax.Array, positions: jax.Array, *, owners: Owners, slots: int
-) -> jax.Array:
-    spec = owners.batch_spec
-    read = functools.partial(_read_here, owners, slots)
-    specs = owners.table_spec, spec
-    return owners.shard_map(read, values, positions, in_specs=specs, out_specs=spec)
-
-
 def rearrange(
     owners: Owners,
     values: jax.Array,
@@ -452,8 +435,8 @@ def _read_here(
     sent_before = jnp.where(is_valid, within - slot, np.int32(-1))
 
     def one_round(sent, rows):
-        answers = _read_own_rows(values, owners.all_to_all(rounds.ids(sent)))
-        answers = owners.all_rows_to_all(answers)
+        answers = _read_own_rows(values, rounds.send_ids(sent))
+        answers = owners.all_to_all(answers, owners.wire_dtype)
         answers = answers.reshape(owners.count * slots, *row)
         now = sent_before == sent
         at = jnp.where(now, place, np.int32(answers.shape[0]))
@@ -479,7 +462,7 @@ def _read_own_rows(values: jax.Array, ids: jax.Array) -> jax.Array:
 def _add(
     cotangent: jax.Array, positions: jax.Array, *, owners: Owners, slots: int
 ) -> jax.Array:
-    """Transposes `_read`: sums cotangents of rows into a table `[N * R, ...]`."""
+    """Transposes the read: sums cotangents of rows into a table `[N * R, ...]`."""
     row, wide = cotangent.shape[1:], indexing.accumulator_dtype(cotangent.dtype)
 
     def body(cotangent, positions):
@@ -491,9 +474,8 @@ def _add(
         merged = rounds.sum_duplicates(cotangent.astype(wide))
 
         def one_round(sent, table):
-            requested = owners.all_to_all(rounds.ids(sent))
-            values = owners.all_rows_to_all(rounds.values(merged, sent))
-            return indexing.add_rows(table, requested, values)
+            requested = rounds.send_ids(sent)
+            return indexing.add_rows(table, requested, rounds.send_values(merged, sent))
 
         return total(rounds.run(one_round, table))
 
@@ -513,38 +495,31 @@ def _add(
 # ------------------------------------------------------------------ two primitives
 
 
-def _batched_read(values, positions, *, batched, **static):
-    one = functools.partial(_read, **static)
+def _batched_read(values, positions, *, owners, slots, batched):
+    def read(values, positions):
+        spec = owners.batch_spec
+        here = functools.partial(_read_here, owners, slots)
+        specs = owners.table_spec, spec
+        return owners.shard_map(here, values, positions, in_specs=specs, out_specs=spec)
+
     for own_table in reversed(batched):
-        one = jax.vmap(one, in_axes=(0 if own_table else None, 0))
-    return one(values, positions)
+        read = jax.vmap(read, in_axes=(0 if own_table else None, 0))
+    return read(values, positions)
 
 
 def _batched_add(cotangent, positions, *, batched, **static):
-    one = functools.partial(_add, **static)
+    add = functools.partial(_add, **static)
     for _ in batched:
-        one = jax.vmap(one)
+        add = jax.vmap(add)
     shared = tuple(k for k, own_table in enumerate(batched) if not own_table)
-    tables = one(cotangent, positions)
+    tables = add(cotangent, positions)
     return jnp.sum(tables, shared) if shared else tables
-
-
-def _read_transpose(cotangent, like, _, positions, **static):
-    del like
-    return add_rows_p.bind(cotangent, positions, **static)
-
-
-def _add_transpose(table, like, _, positions, **static):
-    del like
-    return read_rows_p.bind(table, positions, **static)
 
 
 def _read_vmap(bind, args, axes, *, batched, **static):
     own_table = axes[0] is not None
-    if own_table:
-        args = indexing.batch_in_front(args, axes)
-    else:
-        args = [args[0], *indexing.batch_in_front(args[1:], axes[1:])]
+    one = 0 if own_table else 1  # the first argument with an axis
+    args = [*args[:one], *indexing.batch_in_front(args[one:], axes[one:])]
     return bind(*args, batched=(own_table, *batched), **static)
 
 
@@ -557,14 +532,16 @@ read_rows_p = _compat.primitive(
     "read_sharded_rows",
     _batched_read,
     {},
-    transposes={0: _read_transpose},
+    transposes={0: lambda rows, like, _, *at, **how: add_rows_p.bind(rows, *at, **how)},
     batch=_read_vmap,
 )
 add_rows_p = _compat.primitive(
     "add_sharded_rows",
     _batched_add,
     {},
-    transposes={0: _add_transpose},
+    transposes={
+        0: lambda table, like, _, *at, **how: read_rows_p.bind(table, *at, **how)
+    },
     batch=_add_vmap,
 )
 
@@ -605,7 +582,7 @@ def send_to_owners(
         merged = rounds.sum_duplicates(values)
 
         def send_ids(sent, got):
-            new = owners.all_to_all(rounds.ids(sent))
+            new = rounds.send_ids(sent)
             return lax.dynamic_update_slice(got, new, (np.int32(0), sent))
 
         none = _arguments.scalar(owners.rows, positions)
@@ -616,8 +593,8 @@ def send_to_owners(
         slot = slot.reshape(-1, length)
 
         def send_values(sent, total):
-            new = owners.all_rows_to_all(rounds.values(merged, sent))
-            new = owners.gather_replica_rows(new)
+            new = rounds.send_values(merged, sent)
+            new = owners.gather_replicas(new, owners.wire_dtype)
             at = lax.dynamic_slice_in_dim(slot, sent, slots, 1)
             return indexing.add_rows(total, at, new)
 
@@ -674,8 +651,8 @@ def receive_by_ranges(
         more = sent + np.int32(slots) < rounds.size
         ids = ids.at[:, -1].set(jnp.where(more, ~ids[:, -1], ids[:, -1]))
         got = owners.gather_replicas(owners.all_to_all(ids))
-        rows = owners.all_rows_to_all(rounds.values(merged, sent))
-        rows = owners.gather_replica_rows(rows)
+        rows = rounds.send_values(merged, sent)
+        rows = owners.gather_replicas(rows, owners.wire_dtype)
         stops = got[:, -1]
         until = jnp.min(jnp.where(stops < 0, ~stops, last_row))
         got = jnp.where(got < 0, ~got, got)
@@ -700,4 +677,6 @@ def _at_this_owner(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the owner's row numbers and values, replicas' too; merges nothing."""
     rows = owners.to_own_rows(positions)
-    return owners.gather_replicas(rows), owners.gather_replica_rows(values)
+    return owners.gather_replicas(rows), owners.gather_replicas(
+        values, owners.wire_dtype
+    )

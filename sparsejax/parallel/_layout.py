@@ -16,7 +16,8 @@ Here offset_k is the number of rows that a device of the group holds of earlier 
 and R is the largest number of rows that any device holds. With m = 1 each table is
 whole on one device.
 
-A layout does not know V and N. Its methods take them as `height` and `shards`.
+A layout does not know V and N. Its methods take them as `height` and `shards`. Ids and
+positions may be arrays of JAX, or of NumPy on the host.
 """
 
 from __future__ import annotations
@@ -60,26 +61,16 @@ class Mod:
         """Returns R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
 
-    def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
+    def position(self, ids: Any, height: int, shards: int) -> Any:
         """Returns the position of each id in range; arbitrary for ids out of range."""
         n, rows = _scalars(ids, shards, self.per_shard(height, shards))
-        return jnp.remainder(ids, n) * rows + jnp.floor_divide(ids, n)
+        return ids % n * rows + ids // n
 
-    def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
+    def ids_at(self, positions: Any, height: int, shards: int) -> Any:
         """Returns the id at each position in range; for padding, `height` or more."""
         n, rows = _scalars(positions, shards, self.per_shard(height, shards))
-        part, row = jnp.floor_divide(positions, rows), jnp.remainder(positions, rows)
+        part, row = positions // rows, positions % rows
         return row * n + part
-
-    def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
-        """Returns the owner device's number of each id in range; runs on the host."""
-        return ids % shards
-
-    def pieces(
-        self, shard: int, height: int, shards: int
-    ) -> Iterator[tuple[int, range]]:
-        """Returns pairs of a first row and the ids from there on, for one device."""
-        yield 0, range(shard, max(shard, height), shards)
 
     def filled(self, shard: Any, height: int, shards: int) -> Any:
         """Returns the rows of a device that are not padding; `shard` may be traced."""
@@ -117,24 +108,13 @@ class Block:
         """Returns R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
 
-    def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
+    def position(self, ids: Any, height: int, shards: int) -> Any:
         """Returns the id itself."""
         return ids
 
-    def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
+    def ids_at(self, positions: Any, height: int, shards: int) -> Any:
         """Returns the position itself."""
         return positions
-
-    def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
-        """Returns the owner device's number of each id in range; runs on the host."""
-        return ids // self.per_shard(height, shards)
-
-    def pieces(
-        self, shard: int, height: int, shards: int
-    ) -> Iterator[tuple[int, range]]:
-        """Returns one piece: neighbouring ids."""
-        rows = self.per_shard(height, shards)
-        yield 0, range(min(height, shard * rows), min(height, (shard + 1) * rows))
 
     def filled(self, shard: Any, height: int, shards: int) -> Any:
         """Counts a device's rows that are not padding; 0 or less if none."""
@@ -214,10 +194,6 @@ class TableWise:
         """int64, the first row of each table in the stack."""
         return np.cumsum([0, *self.heights[:-1]])
 
-    def table_of(self, row: int) -> int:
-        """Returns the number of the table that has a row of the stack."""
-        return int(np.searchsorted(self.starts, row, side="right")) - 1
-
     def split_axes(
         self, mesh: Mesh | AbstractMesh, axes: Sequence[str]
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -259,48 +235,32 @@ class TableWise:
         """Returns R; at least 1, so that no device has an empty part."""
         return max(1, int(_group_rows(self, shards)[1].max()))
 
-    def position(self, ids: jax.Array, height: int, shards: int) -> jax.Array:
+    def position(self, ids: Any, height: int, shards: int) -> Any:
         """Returns the position of each id in range; arbitrary for ids out of range."""
         m, per_shard = shards // self.num_groups, self.per_shard(height, shards)
         table = _last_at_most(self.starts, ids)
         first = np.asarray(self.groups) * m * per_shard + _group_rows(self, shards)[0]
         ids = ids - _pick(self.starts, table, ids)
         n, rows = _scalars(ids, m, per_shard)
-        within = jnp.remainder(ids, n) * rows + jnp.floor_divide(ids, n)
-        return _pick(first, table, ids) + within
+        return _pick(first, table, ids) + (ids % n * rows + ids // n)
 
-    def ids_at(self, positions: jax.Array, height: int, shards: int) -> jax.Array:
+    def ids_at(self, positions: Any, height: int, shards: int) -> Any:
         """Returns the id at each position in range; for padding, `height`."""
         per_shard = self.per_shard(height, shards)
         m, rows = _scalars(positions, shards // self.num_groups, per_shard)
-        part, row = jnp.floor_divide(positions, rows), jnp.remainder(positions, rows)
+        part, row = positions // rows, positions % rows
         # The rows of a group's devices are numbered without the device. A table is then
         # a run of these numbers.
-        number = jnp.floor_divide(part, m) * rows + row
+        number = part // m * rows + row
         first = np.asarray(self.groups) * per_shard + _group_rows(self, shards)[0]
         order = np.argsort(first, kind="stable")
         at = _last_at_most(first[order], number)
         pick = lambda xs: _pick(np.asarray(xs)[order], at, positions)
-        ids = (number - pick(first)) * m + jnp.remainder(part, m)
+        ids = (number - pick(first)) * m + part % m
         zero, none = _scalars(ids, 0, height)
         is_row = (ids >= zero) & (ids < pick(self.heights))
-        return jnp.where(is_row, ids + pick(self.starts), none)
-
-    def owner_of(self, ids: np.ndarray, height: int, shards: int) -> np.ndarray:
-        """Returns the owner device's number of each id in range; runs on the host."""
-        m, starts = shards // self.num_groups, self.starts
-        table = np.searchsorted(starts, ids, side="right") - 1
-        return np.asarray(self.groups)[table] * m + (ids - starts[table]) % m
-
-    def pieces(
-        self, shard: int, height: int, shards: int
-    ) -> Iterator[tuple[int, range]]:
-        """Returns a piece for each table of the device's group."""
-        m, offsets = shards // self.num_groups, _group_rows(self, shards)[0]
-        for k, (start, rows) in enumerate(zip(self.starts.tolist(), self.heights)):
-            if self.groups[k] == shard // m:
-                ids = range(start + min(shard % m, rows), start + rows, m)
-                yield int(offsets[k]), ids
+        xp = ids.__array_namespace__()
+        return xp.where(is_row, ids + pick(self.starts), none)
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
         """Returns stored rows in the order of ids, `[V, ...]`."""
@@ -359,11 +319,13 @@ def _scalars(like: jax.Array, *numbers: int) -> Iterator[Any]:
     return (_arguments.scalar(n, like) for n in numbers)
 
 
-def _last_at_most(ascending: np.ndarray, x: jax.Array) -> jax.Array:
+def _last_at_most(ascending: np.ndarray, x: Any) -> Any:
     """Returns the index of the last element that is at most x; 0 if there is none."""
-    after = jnp.searchsorted(jnp.asarray(ascending.astype(x.dtype)), x, side="right")
-    return jnp.maximum(after - 1, 0)
+    xp = x.__array_namespace__()
+    after = xp.searchsorted(xp.asarray(ascending.astype(x.dtype)), x, side="right")
+    return xp.maximum(after - 1, 0)
 
 
-def _pick(values: Any, at: jax.Array, like: jax.Array) -> jax.Array:
-    return jnp.asarray(np.asarray(values).astype(like.dtype))[at]
+def _pick(values: Any, at: Any, like: Any) -> Any:
+    xp = like.__array_namespace__()
+    return xp.asarray(np.asarray(values).astype(like.dtype))[at]

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from sparsejax import _arguments
@@ -59,9 +58,9 @@ def measure_capacity(
       int.
 
     Raises:
-      TypeError: `table` is not a ShardedTable, the ids are not integers, or `margin` is
-        not a number.
-      ValueError: the ids are traced or empty, or `margin` is not positive.
+      TypeError: `table` is not a ShardedTable, the ids are not integers or are traced,
+        or `margin` is not a number.
+      ValueError: there are no ids, or `margin` is not positive.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -79,11 +78,6 @@ def measure_capacity(
             "sparsejax.parallel.measure_capacity: margin must be positive, and 1 is "
             f"just enough for the sample, got {margin!r}."
         )
-    if any(isinstance(batch, Tracer) for batch in batches):
-        raise ValueError(
-            "sparsejax.parallel.measure_capacity: sample_ids are traced. Call it "
-            "outside of jit, and pass its result as capacity."
-        )
     batches = [_arguments.as_integers(batch) for batch in batches]
     if not sum(batch.size for batch in batches):
         raise ValueError(
@@ -98,8 +92,9 @@ def max_requested(table: ShardedTable, ids: Any) -> int:
     """Returns the most distinct rows that a device requests from any owner."""
     most, shards = 0, table.num_shards
     for distinct in distinct_ids([ids], owners_of(table).devices, table.height):
-        owner = table.layout.owner_of(distinct, table.height, shards)
-        most = max(most, int(np.bincount(owner, minlength=1).max()))
+        positions = table.layout.position(distinct, table.height, shards)
+        requested = np.bincount(positions // table.rows_per_shard, minlength=1)
+        most = max(most, int(requested.max()))
     return most
 
 
@@ -148,7 +143,8 @@ def exchange_metrics(table: ShardedTable, ids: ArrayLike | SegmentTensor) -> Met
     ids = put_on_mesh(table, _arguments.as_integers(ids))
     ids = _arguments.as_ids(ids, table.height)
     if not ids.size:
-        return _exchange.no_metrics()
+        zero = jnp.zeros((), jnp.int32)
+        return Metrics(zero, zero, zero, zero, jnp.zeros((), jnp.float32))
     owners = owners_of(table)
     positions, slots = positions_of(owners, table, ids), slots_of(owners, table, ids)
     row = table.shape[1:]

@@ -78,7 +78,27 @@ def psum(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> A
       Horovod, `allreduce` of `tf.IndexedSlices`; PaddlePaddle, all-reduce of
       SelectedRows.
     """
-    return _all_reduce("psum", tree, axis_name, capacity, mean=False)
+    axes = _names(axis_name)
+    if capacity is not None:
+        capacity = _arguments.static_int(
+            "capacity",
+            capacity,
+            1,
+            " It is the number of slots that each device sends. None sends all.",
+        )
+    if _num_devices(axes) is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if not set(axes) <= set(mesh.axis_names):
+            raise ValueError(
+                f"sparsejax.parallel.psum: the axis {axis_name!r} is unknown here. "
+                "Call it inside jax.shard_map over a mesh with that axis, or in a step "
+                "run by sparsejax.parallel.data_parallel over that axis."
+            )
+        gather = lambda x: _gather_global(x, axes, mesh, capacity)
+        reduce = lambda x: gather(x) if is_selected_rows(x) else x
+    else:
+        reduce = lambda x: _sum_over(x, axes, capacity)
+    return jax.tree.map(reduce, tree, is_leaf=is_selected_rows)
 
 
 def pmean(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> Any:
@@ -111,7 +131,10 @@ def pmean(tree: PyTree, axis_name: Hashable, *, capacity: int | None = None) -> 
     References:
       Horovod, `allreduce(op=Average)`; MXNet, `KVStore.pushpull`.
     """
-    return _all_reduce("pmean", tree, axis_name, capacity, mean=True)
+    total, devices = psum(tree, axis_name, capacity=capacity), _num_devices(axis_name)
+    if devices is None:  # of the whole batch already
+        return total
+    return jax.tree.map(lambda x: x / devices, total, is_leaf=is_selected_rows)
 
 
 def data_parallel(
@@ -226,12 +249,10 @@ class DataParallelStep:
     def _place(self, params: Any, opt_state: Any, batch: Any) -> tuple[Any, ...]:
         """Places the arguments of `jitted`: shardings, then the step's arguments."""
         is_table = lambda x: isinstance(x, ShardedTable)
-
-        def over_auto_axes(x):
-            is_here = is_table(x) and x.mesh.shape == self.mesh.shape
-            return dataclasses.replace(x, mesh=self.mesh) if is_here else x
-
-        kept = jax.tree.map(over_auto_axes, (params, opt_state), is_leaf=is_table)
+        is_here = lambda x: is_table(x) and x.mesh.shape == self.mesh.shape
+        # As the step, tables have Auto axes.
+        auto = lambda x: dataclasses.replace(x, mesh=self.mesh) if is_here(x) else x
+        kept = jax.tree.map(auto, (params, opt_state), is_leaf=is_table)
         kept = jax.tree.map(lambda x: self._put(x, PartitionSpec()), kept)
         shardings = tuple(x.sharding for x in jax.tree.leaves(kept))
 
@@ -283,57 +304,33 @@ def _run(
 # ------------------------------------------------------------------ the exchange
 
 
-def _all_reduce(name: str, tree: Any, axis_name: Any, capacity: Any, mean: bool) -> Any:
-    axes = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
-    if capacity is not None:
-        capacity = _arguments.static_int(
-            "capacity",
-            capacity,
-            1,
-            " It is the number of slots that each device sends. None sends all.",
-        )
+def _names(axis_name: Any) -> tuple[Any, ...]:
+    return tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+
+
+def _num_devices(axis_name: Any) -> int | None:
+    """Returns the size of a Manual axis, or of an axis of vmap; otherwise None."""
     try:
-        devices = lax.axis_size(axes)
-    except NameError:  # the axis is neither Manual nor an axis of vmap
-        mesh = jax.sharding.get_abstract_mesh()
-        if not set(axes) <= set(mesh.axis_names):
-            raise ValueError(
-                f"sparsejax.parallel.{name}: the axis {axis_name!r} is unknown here. "
-                "Call it inside jax.shard_map over a mesh with that axis, or in a step "
-                "run by sparsejax.parallel.data_parallel over that axis."
-            ) from None
-        gather = lambda x: (
-            _gather_global(x, axes, mesh, capacity) if is_selected_rows(x) else x
+        return lax.axis_size(_names(axis_name))
+    except NameError:
+        return None
+
+
+def _sum_over(x: Any, axes: tuple[str, ...], capacity: int | None) -> Any:
+    """Sums a leaf over axes whose devices have their own values."""
+    if isinstance(x, ShardedRows):
+        raise TypeError(
+            "sparsejax.parallel.psum: the gradient of a ShardedTable cannot be summed "
+            "inside a shard_map. sparsejax.optim.lazy sends its rows to their owners; "
+            "use it on global arrays, in a step run by data_parallel or jax.jit."
         )
-        return jax.tree.map(gather, tree, is_leaf=is_selected_rows)
-
     # With `check_vma` types say what varies. JAX has summed other gradients already.
-    checked = bool(_compat.varying_axes(lax.axis_index(axes)))
-
-    def reduce(x):
-        if isinstance(x, ShardedRows):
-            raise TypeError(
-                f"sparsejax.parallel.{name}: the gradient of a ShardedTable cannot be "
-                "summed inside a shard_map. sparsejax.optim.lazy sends its rows to "
-                "their owners; use it on global arrays, in a step run by "
-                "data_parallel or jax.jit."
-            )
-        varying = _varying(x, axes) if checked else axes
-        if varying:
-            x = (
-                _gather(x, varying, capacity)
-                if is_selected_rows(x)
-                else lax.psum(x, varying)
-            )
-        return x / devices if mean else x
-
-    return jax.tree.map(reduce, tree, is_leaf=is_selected_rows)
-
-
-def _varying(x: Any, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the axes over which a leaf varies, by its type."""
-    varying = frozenset().union(*map(_compat.varying_axes, jax.tree.leaves(x)))
-    return tuple(name for name in axes if name in varying)
+    if _compat.varying_axes(lax.axis_index(axes)):
+        varying = frozenset().union(*map(_compat.varying_axes, jax.tree.leaves(x)))
+        axes = tuple(name for name in axes if name in varying)
+    if not axes:
+        return x
+    return _gather(x, axes, capacity) if is_selected_rows(x) else lax.psum(x, axes)
 
 
 def _gather(

@@ -23,7 +23,7 @@ from sparsejax._rows import SelectedRows, indexing, is_selected_rows, known_sum
 from sparsejax.optim._lazy import gather_scatter, passes
 from sparsejax.optim._wrappers import track_changes
 from sparsejax.parallel import _exchange
-from sparsejax.parallel._exchange import Metrics, Owners
+from sparsejax.parallel._exchange import Owners
 from sparsejax.parallel._passes import RangePasses
 
 
@@ -126,13 +126,6 @@ class ShardedRows(SelectedRows):
         """Returns the same positions with `f(values)`."""
         values = self.everywhere().map(f).values
         return ShardedRows.make(self.rows, values, self.owners, self.slots)
-
-    def metrics(self) -> Metrics:
-        """Returns the cost of sending rows to their owners: rounds, bytes, overflow."""
-        if not self.slots or not self.capacity:
-            return _exchange.no_metrics()
-        wide, row = indexing.accumulator_dtype(self.dtype), self.values.shape[1:]
-        return _exchange.measure(self.owners, self.slots, self.safe_rows(), wide, row)
 
     def __add__(self, other: Any) -> Any:
         if isinstance(other, ShardedRows):

@@ -130,16 +130,6 @@ class ShardedTable(RowTable):
         """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"sparsejax: a ShardedTable of shape {self.shape} cannot be pickled, "
-            "because its mesh names devices of this process. Save it with "
-            "sparsejax.parallel.save, or pickle table.to_dense()."
-        )
-
-    def __copy__(self) -> Self:
-        return dataclasses.replace(self)
-
     def __deepcopy__(self, memo: Any) -> Self:
         return jax.tree.map(lambda x: copy.deepcopy(x, memo), self)
 
@@ -245,11 +235,7 @@ class ShardedTable(RowTable):
         ids = _arguments.as_ids(ids, self.height)
         named = indexing.in_range(ids, self.height)
         ids = ids.astype(_arguments.index_dtype(length, ids.dtype))
-        spec = () if self.layout.is_arithmetic else explicit_spec(ids)
-        # Over Explicit axes JAX cannot gather by sharded indices.
-        ids = replicate(ids) if spec else ids
-        positions = self.layout.position(ids, self.height, self.num_shards)
-        positions = reshard(positions, spec, self.mesh) if spec else positions
+        positions = self._by_layout(self.layout.position, ids)
         return jnp.where(named, positions, _arguments.scalar(length, ids))
 
     def ids_at(self, position: ArrayLike) -> jax.Array:
@@ -257,9 +243,16 @@ class ShardedTable(RowTable):
         length = self.num_shards * self.rows_per_shard
         position = _arguments.as_ids(position, length)
         named = indexing.in_range(position, length)
-        ids = self.layout.ids_at(position, self.height, self.num_shards)
+        ids = self._by_layout(self.layout.ids_at, position)
         named &= ids < _arguments.scalar(self.height, ids)
         return jnp.where(named, ids, _arguments.scalar(self.height, ids))
+
+    def _by_layout(self, function: Callable, x: jax.Array) -> jax.Array:
+        """Applies `position` or `ids_at` of the layout."""
+        # Over Explicit axes JAX cannot gather by sharded indices.
+        spec = () if self.layout.is_arithmetic else explicit_spec(x)
+        x = replicate(x) if spec else x
+        return reshard(function(x, self.height, self.num_shards), spec, self.mesh)
 
     # -- the whole table ---------------------------------------------------------
 
@@ -306,23 +299,14 @@ class ShardedTable(RowTable):
         return self.__mul__(other)
 
     def __truediv__(self, other: Any) -> Any:
-        if isinstance(other, ShardedTable):
-            other.__rtruediv__(self)
         return self._apply(operator.truediv, "/", other)
-
-    def __rtruediv__(self, other: Any) -> NoReturn:
-        raise TypeError(
-            f"{type(other).__name__} / ShardedTable: cannot divide by a ShardedTable, "
-            "because its padding rows are zero. Use table.map(lambda v: ...) on its "
-            "values, padding included."
-        )
 
     def _apply(self, op: Any, symbol: str, other: Any) -> Any:
         """Applies `op` to the values of two tables, or to one's values and a number."""
-        if isinstance(other, ShardedTable):
-            static = [jax.tree.structure(t.map(lambda _: 0)) for t in (self, other)]
-            shapes = [np.shape(t.values) for t in (self, other)]
-            if static[0] != static[1] or shapes[0] != shapes[1]:
+        # Not "/": rows of padding are zero.
+        if isinstance(other, ShardedTable) and symbol != "/":
+            shapes = [np.shape(table.values) for table in (self, other)]
+            if self._static != other._static or shapes[0] != shapes[1]:
                 raise ValueError(
                     f"ShardedTable {symbol} ShardedTable: {self} and {other} differ in "
                     "shape, mesh or layout. Both must be tables, or both gradients, "
@@ -347,9 +331,8 @@ class ShardedTable(RowTable):
                 return op(values, other)
             wide = indexing.promote(values.dtype, other.dtype)
             narrow = values.dtype if jnp.issubdtype(values.dtype, jnp.inexact) else wide
-            return op(values.astype(wide), jnp.asarray(other).astype(wide)).astype(
-                narrow
-            )
+            scaled = op(values.astype(wide), jnp.asarray(other).astype(wide))
+            return scaled.astype(narrow)
 
         return self.map(scale)
 
@@ -412,8 +395,8 @@ def shard_rows(
       TypeError: `mesh`, `table`, `layout`, `capacity` or `wire_dtype` has the wrong
         type, or a table of this dtype cannot be sent in `wire_dtype`.
       ValueError: `axis` or `layout` is unknown, `table` is a scalar, `height` is
-        missing, `f` returns rows of the wrong shape, `wire_dtype` is not bfloat16, or
-        the rows are concrete and the mesh abstract.
+        missing or given for an array, `f` returns rows of the wrong shape, `wire_dtype`
+        is not bfloat16, or the rows are concrete and the mesh abstract.
 
     Example:
       >>> import jax, numpy as np, sparsejax as sj
@@ -439,24 +422,18 @@ def shard_rows(
         )
     if capacity is not None:
         capacity = _arguments.static_int("capacity", capacity, 1)
-    if callable(table):
-        if height is None:
-            raise TypeError(
-                "sparsejax.parallel.shard_rows: a table given as a function of ids "
-                "needs height=, its number of rows."
-            )
-    else:
-        if height is not None:
-            raise ValueError(
-                "sparsejax.parallel.shard_rows: height is only for a table given as a "
-                f"function of ids, got height={height!r} and a table."
-            )
-        if not table.shape:
-            raise ValueError(
-                "sparsejax.parallel.shard_rows: the first axis of a table is its rows, "
-                "got a scalar."
-            )
-    num_rows: Any = height if callable(table) else table.shape[0]
+    if callable(table) != (height is not None):
+        raise ValueError(
+            "sparsejax.parallel.shard_rows: height is the number of rows of a table "
+            f"given as a function of ids, and of no other, got height={height!r} and "
+            f"{_arguments.kind_of(table)}."
+        )
+    if height is None and not table.shape:
+        raise ValueError(
+            "sparsejax.parallel.shard_rows: the first axis of a table is its rows, "
+            "got a scalar."
+        )
+    num_rows: Any = table.shape[0] if height is None else height
     layout.check(num_rows, mesh, names_of(axis))
     empty = ShardedTable(None, num_rows, mesh, axis, layout, capacity, wire_dtype)
     count, each = empty.num_shards, empty.rows_per_shard
@@ -469,7 +446,11 @@ def shard_rows(
             "or set jax_enable_x64."
         )
     made = empty.map(lambda _: _values(table, empty))
-    _check_dtype(made.dtype, wire_dtype)
+    if wire_dtype is not None and not can_send_in_16_bits(made.dtype):
+        raise TypeError(
+            f"sparsejax.parallel.shard_rows: a table of {made.dtype} cannot be sent in "
+            "bfloat16, only float32, float64 and bfloat16. Leave wire_dtype out."
+        )
     return made
 
 
@@ -478,18 +459,17 @@ def shard_rows(
 
 def _values(table: Any, empty: ShardedTable) -> Any:
     """Returns the stored values of a table of any kind."""
-    if callable(table):
-        return _values_from(table, empty)
     if isinstance(table, jax.ShapeDtypeStruct):
         return _abstract_values(table, empty)
     table = jnp.asarray(table) if hasattr(table, "__jax_array__") else table
     if isinstance(table, Tracer):
         return _values_of_traced(table, empty)
-    host = table if isinstance(table, np.ndarray) else np.asarray(table)
-    return _values_from(lambda ids: host[ids], empty)
+    if callable(table):
+        return _values_from(table, empty)
+    return _values_from(np.asanyarray(table).__getitem__, empty)
 
 
-def _abstract_values(table: jax.ShapeDtypeStruct, empty: ShardedTable) -> Any:
+def _abstract_values(table: Any, empty: ShardedTable) -> Any:
     shape = (empty.num_shards * empty.rows_per_shard, *table.shape[1:])
     made = empty.map(lambda _: jax.ShapeDtypeStruct(shape, table.dtype))
     return jax.ShapeDtypeStruct(shape, table.dtype, sharding=made.sharding)
@@ -511,42 +491,28 @@ def _values_from(rows_of: Callable, empty: ShardedTable) -> jax.Array:
     """
     check_has_devices(empty.mesh)
     first = np.asarray(rows_of(np.arange(min(1, empty.height))))
-    like = jax.ShapeDtypeStruct(
-        (empty.height, *first.shape[1:]), jax.dtypes.canonicalize_dtype(first.dtype)
-    )
-    values, per_shard = _abstract_values(like, empty), empty.rows_per_shard
+    dtype = jax.dtypes.canonicalize_dtype(first.dtype)
+    values = _abstract_values(jax.ShapeDtypeStruct(first.shape, dtype), empty)
 
     def part(index):
-        start, stop, _ = index[0].indices(values.shape[0])
-        out = np.zeros((stop - start, *values.shape[1:]), values.dtype)
-        for shard in range(start // per_shard, stop // per_shard):
-            begin = shard * per_shard - start
-            for at, ids in empty.layout.pieces(shard, empty.height, empty.num_shards):
-                if len(ids):
-                    rows = np.asarray(rows_of(np.arange(ids.start, ids.stop, ids.step)))
-                    _check_rows(rows.shape, (len(ids), *values.shape[1:]))
-                    out[begin + at :][: len(ids)] = rows
+        positions = np.arange(*index[0].indices(values.shape[0]))
+        ids = empty.layout.ids_at(positions, empty.height, empty.num_shards)
+        filled = ids < empty.height
+        out = np.zeros((len(ids), *values.shape[1:]), dtype)
+        if filled.any():
+            rows = np.asarray(rows_of(ids[filled]))
+            expected = int(filled.sum()), *values.shape[1:]
+            if rows.shape != expected:  # NumPy would broadcast a row that is too short
+                raise ValueError(
+                    "sparsejax.parallel.shard_rows: the function must return one row "
+                    f"per id, {expected} for {expected[0]} ids, got shape {rows.shape}."
+                )
+            out[filled] = rows
         return out
 
     return jax.make_array_from_callback(
-        values.shape, values.sharding, part, dtype=values.dtype
+        values.shape, values.sharding, part, dtype=dtype
     )
-
-
-def _check_rows(shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if shape != expected:  # NumPy would broadcast a row that is too short
-        raise ValueError(
-            "sparsejax.parallel.shard_rows: the function must return one row per id, "
-            f"{expected} for {expected[0]} ids, got shape {shape}."
-        )
-
-
-def _check_dtype(dtype: Any, wire_dtype: Any) -> None:
-    if wire_dtype is not None and not can_send_in_16_bits(dtype):
-        raise TypeError(
-            f"sparsejax.parallel.shard_rows: a table of {dtype} cannot be sent in "
-            "bfloat16, only float32, float64 and bfloat16. Leave wire_dtype out."
-        )
 
 
 # ------------------------------------------------------------------ wire_dtype

@@ -58,6 +58,11 @@ class _Route:
     features: np.ndarray
     place: np.ndarray
 
+    @property
+    def members(self) -> int:
+        """m, the number of devices in a group."""
+        return math.prod(self.owners.mesh.shape[name] for name in self.within)
+
     @classmethod
     def of(
         cls, table: ShardedTable, tables: Sequence[tuple[int, int]]
@@ -66,20 +71,18 @@ class _Route:
 
         None if a table spans several of the layout's tables.
         """
-        layout = table.layout
-        assert isinstance(layout, TableWise)
-        numbers = [layout.table_of(start) for start, _ in tables]
-        ends = layout.starts + layout.heights
-        if any(stop > ends[k] for (_, stop), k in zip(tables, numbers)):
+        layout: Any = table.layout
+        starts = [start for start, _ in tables]
+        numbers = np.searchsorted(layout.starts, starts, side="right") - 1
+        ends = (layout.starts + layout.heights)[numbers]
+        if any(stop > end for (_, stop), end in zip(tables, ends)):
             return None
-        groups = [layout.groups[k] for k in numbers]
-        by_group: list[list[int]] = [[] for _ in range(layout.num_groups)]
-        for feature, group in enumerate(groups):
-            by_group[group].append(feature)
-        most = max(map(len, by_group))
-        features = np.full((len(by_group), most), len(tables), np.int32)
+        groups = np.asarray(layout.groups)[numbers]
+        most = np.bincount(groups).max()
+        features = np.full((layout.num_groups, most), len(tables), np.int32)
         place = np.zeros(len(tables), np.int32)
-        for group, some in enumerate(by_group):
+        for group in range(layout.num_groups):
+            (some,) = np.nonzero(groups == group)
             features[group, : len(some)] = some
             place[some] = group * most + np.arange(len(some))
         axes = layout.split_axes(table.mesh, table.axes)
@@ -169,10 +172,7 @@ def _read_stacked_tables(
     if is_mean:
         by = jnp.ones(skip.shape, sent) if weights is None else weights.astype(sent)
         by = indexing.zero_unless(~skip, by)
-        if combiner == "sqrtn":
-            by = arithmetic.norms(by)
-        else:
-            by = jnp.sum(by, axis=-1)
+        by = arithmetic.norms(by) if combiner == "sqrtn" else jnp.sum(by, axis=-1)
         bags = arithmetic.safe_divide(bags, by).astype(table.dtype)
     if mode == "zero":
         return bags
@@ -198,17 +198,12 @@ def _add_rows(
       rows: `[m G f b L, *row]`, zeros for the rows of other owners.
       weights: of this device, `[b, F L]`.
     """
-    sources, length = math.prod(route.features.shape) * _size(route), shape[1]
+    sources, length = math.prod(route.features.shape) * route.members, shape[1]
     b = rows.shape[0] // (sources * length)
-    lead = _size(route), *route.features.shape, b, length
+    lead = route.members, *route.features.shape, b, length
     wide = indexing.accumulator_dtype(rows.dtype)
     rows = rows.reshape(*lead, *row).astype(wide)
     if weights:
         by = route.to_owners(weights[0].reshape(b, *shape), 0)
         rows = rows * indexing.append_axes(by, rows.ndim)
     return route.from_owners(jnp.sum(rows, axis=4), sent)
-
-
-def _size(route: _Route) -> int:
-    """Returns m, the number of devices in a group."""
-    return math.prod(route.owners.mesh.shape[name] for name in route.within)

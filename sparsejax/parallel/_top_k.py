@@ -73,21 +73,24 @@ def top_k(
         )
     _arguments.check_floats(table, "table")
     queries = put_on_mesh(table, _arguments.as_array(queries))
-    sharded_bias = bias if isinstance(bias, ShardedTable) else None
-    if bias is not None and sharded_bias is None:
-        sharded_bias = shard_rows(
-            jnp.asarray(bias), table.mesh, table.axis, layout=layout
+    if bias is not None and not isinstance(bias, ShardedTable):
+        bias = shard_rows(jnp.asarray(bias), table.mesh, table.axis, layout=layout)
+    same = lambda t: (t.height, t.mesh, t.axes, t.layout)
+    if bias is not None and (
+        same(bias) != same(table) or bias.shape[1:] not in ((), (1,))
+    ):
+        raise ValueError(
+            "sparsejax.parallel.top_k: bias must be [V] or [V, 1], sharded as the "
+            f"table, {table}, got {bias}."
         )
-    if sharded_bias is not None:
-        _check_bias(table, sharded_bias)
     search = as_search(table.shape, queries, k, score, exclude, precision)
 
     owners, shards = owners_of(table), table.num_shards
     per_shard = table.rows_per_shard
     args = [table.values, replicate(search.queries)]
     specs = [owners.table_spec, PartitionSpec()]
-    if sharded_bias is not None:
-        args.append(sharded_bias.values.reshape(shards * per_shard, 1))
+    if bias is not None:
+        args.append(bias.values.reshape(shards * per_shard, 1))
         specs.append(owners.table_spec)
     if search.pairs is not None:
         query, ids = map(replicate, search.pairs)
@@ -97,13 +100,13 @@ def top_k(
     def body(values, queries, *rest):
         shard = lax.axis_index(table.axes).astype(_arguments.index_dtype(table.height))
         rest = list(rest)
-        bias = rest.pop(0) if sharded_bias is not None else None
+        own_bias = rest.pop(0) if bias is not None else None
         begin = shard * per_shard
         pairs = (rest[0], rest[1] - begin.astype(rest[1].dtype)) if rest else None
         # Padding rows are the last ones of a shard.
         count = layout.filled(shard, table.height, shards)
         mine = search._replace(queries=queries, pairs=pairs)
-        scores, rows = search_rows(mine, values, bias, chunk_size, count)
+        scores, rows = search_rows(mine, values, own_bias, chunk_size, count)
         positions = jnp.where(scores == -jnp.inf, shards * per_shard, begin + rows)
         return scores[None], positions[None]
 
@@ -116,12 +119,3 @@ def top_k(
     keys = (~jnp.isnan(scores), -scores, ids, scores)
     *_, ids, scores = lax.sort(keys, dimension=1, num_keys=3)
     return results(search, scores[:, : search.k], ids[:, : search.k])
-
-
-def _check_bias(table: ShardedTable, bias: ShardedTable) -> None:
-    same = lambda t: (t.height, t.mesh, t.axes, t.layout)
-    if same(bias) != same(table) or bias.shape[1:] not in ((), (1,)):
-        raise ValueError(
-            "sparsejax.parallel.top_k: bias must be [V] or [V, 1], sharded as the "
-            f"table, {table}, got {bias}."
-        )

@@ -13,19 +13,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from helpers import assert_trees_close
+from one_device import mesh_of, place, run, step_of, table_of
 
 
 # optax itself relies on implicit promotion.
 pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 V, D, N, BATCH = 10_007, 16, 4, 64
-
-
-def make_mesh(kind=AxisType.Auto):
-    return jax.make_mesh((N,), ("x",), axis_types=(kind,), devices=jax.devices()[:N])
-
-
-def make_table():
-    return np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
+TABLE = table_of(V, D)
 
 
 def make_batch(seed):
@@ -41,50 +35,36 @@ def loss_fn(params, batch):
     return jnp.mean(((bags + first) * params["w"] - batch["y"]) ** 2)
 
 
-def step_of(tx, value_and_grad, loss_fn=loss_fn):
-    def step(params, state, batch):
-        loss, grads = value_and_grad(loss_fn)(params, batch)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    return step
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_training_equals_one_device(kind):
-    mesh = make_mesh(kind)
-    params = {"table": make_table(), "w": np.ones(D, np.float32)}
+    mesh = mesh_of(kind=kind)
+    params = {"table": TABLE, "w": np.ones(D, np.float32)}
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
-    expected = jax.tree.map(jnp.asarray, params), tx.init(params)
-    dense = jax.jit(step_of(tx, jax.value_and_grad))
+    batches = [(make_batch(seed),) for seed in range(3)]
+    dense = jax.jit(step_of(loss_fn, tx, jax.value_and_grad))
+    expected = run(dense, jax.tree.map(jnp.asarray, params), tx.init(params), batches)
 
     params = {
-        "table": sj.parallel.shard_columns(params["table"], mesh, "x"),
-        "w": jax.device_put(params["w"], NamedSharding(mesh, P("x"))),
+        "table": sj.parallel.shard_columns(TABLE, mesh, "x"),
+        "w": place(mesh, params["w"], "x"),
     }
     lifted = sj.optim.lazy(tx)
-    found = params, lifted.init(params)
-    ours = jax.jit(step_of(lifted, sj.value_and_grad), donate_argnums=(0, 1))
-    laid_out = jax.tree.map(lambda x: x.sharding.spec, found[0])
-    for seed in range(3):
-        batch = make_batch(seed)
-        *expected, loss = dense(*expected, batch)
-        batch = jax.device_put(batch, NamedSharding(mesh, P()))
-        with jax.set_mesh(mesh):  # value_and_grad over Explicit axes needs it
-            *found, found_loss = ours(*found, batch)
-        np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
-    assert_trees_close(tuple(found), tuple(expected))
+    ours = jax.jit(step_of(loss_fn, lifted), donate_argnums=(0, 1))
+    specs = jax.tree.map(lambda x: x.sharding.spec, params)
+    with jax.set_mesh(mesh):  # value_and_grad over Explicit axes needs it
+        batches = [(place(mesh, *batch),) for batch in batches]
+        found = run(ours, params, lifted.init(params), batches)
+    assert_trees_close(found, expected)
     for tree in (found[0], found[1][1][0].sum_of_squares):
-        assert jax.tree.map(lambda x: x.sharding.spec, tree) == laid_out
+        assert jax.tree.map(lambda x: x.sharding.spec, tree) == specs
 
 
 def compiled_step(loss_fn):
-    mesh = make_mesh()
-    params = {"table": sj.parallel.shard_columns(make_table(), mesh, "x")}
+    params = {"table": sj.parallel.shard_columns(TABLE, mesh_of(), "x")}
     tx = sj.optim.lazy(optax.adam(0.1))
-    step = jax.jit(step_of(tx, sj.value_and_grad, loss_fn), donate_argnums=(0, 1))
-    ids = jax.device_put(jnp.arange(BATCH), NamedSharding(mesh, P()))
+    step = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
+    ids = place(mesh_of(), jnp.arange(BATCH))
     return step.lower(params, tx.init(params), ids).compile()
 
 
@@ -101,11 +81,11 @@ def test_update_is_local_and_in_place():
 
 
 def test_rows_for_the_devices_whose_batch_it_is():
-    mesh = make_mesh()
+    rows_of = NamedSharding(mesh_of(), P("x"))
 
     def loss(params, ids):
         rows = sj.lookup(params["table"], ids)
-        rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P("x")))
+        rows = jax.lax.with_sharding_constraint(rows, rows_of)
         return jnp.sum(jnp.linalg.norm(rows, axis=1))  # wants whole rows
 
     found = sj.viz.wire_bytes(compiled_step(loss))
@@ -113,18 +93,3 @@ def test_rows_for_the_devices_whose_batch_it_is():
     assert found.by_kind["all-to-all"] == rows, found
     # XLA may gather the ids for each of their uses, but nothing else.
     assert found.total - rows <= 4 * (BATCH * 4) * (N - 1) // N + 8, found
-
-
-def test_what_it_takes():
-    mesh = make_mesh()
-    sharding = NamedSharding(mesh, P(None, "x"))
-    for x in (make_table(), jnp.asarray(make_table())):
-        found = sj.parallel.shard_columns(x, mesh, "x")
-        assert found.sharding == sharding
-        assert {s.data.shape for s in found.addressable_shards} == {(V, D // N)}
-        np.testing.assert_array_equal(found, x)
-    made = jax.jit(lambda: sj.parallel.shard_columns(jnp.ones((3, 5, D)), mesh, ["x"]))
-    assert made().sharding.spec == P(None, None, "x")
-    spec = jax.ShapeDtypeStruct((V, D), jnp.bfloat16)
-    found = sj.parallel.shard_columns(spec, mesh, "x")
-    assert (found.shape, found.dtype, found.sharding) == ((V, D), spec.dtype, sharding)

@@ -1,7 +1,5 @@
 """The cost of a step over devices, read off the compiled program: wire, memory."""
 
-import functools
-import re
 from typing import Any
 
 import jax
@@ -13,6 +11,7 @@ from jax import export
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
+from one_device import assert_in_place, mesh_of, step_of
 
 
 # Optax's Adam needs loose promotion.
@@ -27,18 +26,13 @@ def _zipf(seed):
     return rng.choice(HEIGHT, BATCH, p=weights / weights.sum())
 
 
-def _step(tx, params, state, ids):
-    def loss(params, ids):
-        rows = sj.lookup(params["table"], ids)
-        return jnp.mean(jnp.sum(rows * params["w"], axis=1) ** 2)
-
-    value, grads = sj.value_and_grad(loss)(params, ids)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
+def _loss(params, ids):
+    rows = sj.lookup(params["table"], ids)
+    return jnp.mean(jnp.sum(rows * params["w"], axis=1) ** 2)
 
 
 def _step_and_arguments(tx, shards, slots=None, batch=BATCH):
-    mesh = jax.make_mesh((shards,), ("x",), devices=jax.devices()[:shards])
+    mesh = mesh_of(shards)
     abstract = lambda shape, dtype, *parts: jax.ShapeDtypeStruct(
         shape, dtype, sharding=NamedSharding(mesh, P(*parts))
     )
@@ -52,7 +46,7 @@ def _step_and_arguments(tx, shards, slots=None, batch=BATCH):
         lambda x: abstract(x.shape, x.dtype, *(("x",) if x.ndim == 2 else ())),
         jax.eval_shape(tx.init, params),
     )
-    step = jax.jit(functools.partial(_step, tx), donate_argnums=(0, 1))
+    step = jax.jit(step_of(_loss, tx), donate_argnums=(0, 1))
     args = params, state, abstract((batch,), jnp.int32, "x")
     return table, step, args
 
@@ -89,15 +83,8 @@ def test_in_place(compiled):
         memory: Any = program.memory_analysis()
         # Weights and both moments are handed over, not copied ...
         assert memory.alias_size_in_bytes >= 3 * 4 * rows * DIM
-        # ... nothing but the scatters makes an array of a part's shape ...
-        text = program.as_text()
-        shaped = rf"= f32\[{rows},{DIM}\]\S* (\w[\w-]*)\("
-        made = re.findall(shaped, text)
-        passed_on = {"parameter", "get-tuple-element"}
-        in_place = {"scatter", "fusion", "dynamic-update-slice"}
-        assert set(made) <= passed_on | in_place, made
-        # ... and no device sees an array of all the rows.
-        assert f"[{rows * table.num_shards}," not in text
+        # ... and nothing else has the shape of a part.
+        assert_in_place(program.as_text(), table)
 
 
 def test_shrinks_as_devices_are_added(compiled):
@@ -135,3 +122,24 @@ def test_lowers_for_other_platforms():
     assert exported.platforms == ("cpu", "cuda", "tpu")
     assert exported.nr_devices == table.num_shards == 4
     assert "all_to_all" in exported.mlir_module()
+
+
+@pytest.mark.parametrize(
+    "name, shards, batch, exchanges",
+    [
+        # Ids and rows to read them, ids and rows of the gradient.
+        ("adam", 2, 64, 4),
+        # A norm first, and few rows: they are held.
+        ("clip, adam", 4, 16, 4),
+        # A norm first, and many rows: sent for the norm, and sent to be applied.
+        ("clip, adam", 2, 64, 6),
+    ],
+)
+def test_how_often_rows_are_sent(name, shards, batch, exchanges):
+    tx = sj.optim.lazy(
+        optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1))
+        if name == "clip, adam"
+        else optax.adam(0.1)
+    )
+    text = str(_lowered(tx, shards, 1, batch)[1].as_text())
+    assert text.count("stablehlo.all_to_all") == exchanges

@@ -5,7 +5,6 @@ device.
 """
 
 import contextlib
-import functools
 import pathlib
 import socket
 import subprocess
@@ -19,12 +18,13 @@ import pytest
 
 import sparsejax as sj
 import worker
+from helpers import ROOT, assert_same_bits
+from one_device import assert_close, dense_step_of, run
 
 
 pytestmark = pytest.mark.slow
 
 HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parent.parent
 TIMEOUT = 240  # seconds; it takes about ten
 
 
@@ -71,39 +71,18 @@ def _like():
     }
 
 
-def _dense_step(tx, params, state, ids, targets):
-    """A step of dense optax; rows that the batch did not read stay as they were."""
-    loss = functools.partial(worker.loss_fn, lambda table, ids: table[ids])
-    value, grads = jax.value_and_grad(loss)(params, ids, targets)
-    updates, new_state = tx.update(grads, state, params)
-    read = jnp.zeros(worker.HEIGHT, bool).at[ids].set(True)[:, None]
-
-    def keep(new, old):
-        return jnp.where(read, new, old) if new.shape[:1] == (worker.HEIGHT,) else new
-
-    new_params = jax.tree.map(lambda p, u: p + u, params, updates)
-    keep_all = functools.partial(jax.tree.map, keep)
-    return keep_all(new_params, params), keep_all(new_state, state), value
-
-
 def _check_training(trained, name):
     """The weights that an optimizer trained on each kind of ids, against one device."""
     tx = worker.OPTIMIZERS[name]
-    step = jax.jit(functools.partial(_dense_step, tx))
+    step = dense_step_of(worker.loss_fn, tx, worker.HEIGHT)
     for kind in worker.KINDS:
         table, dense = map(jnp.asarray, worker.initial())
         params = {"table": table, "dense": dense}
-        state, losses = tx.init(params), []
-        for ids, targets in worker.batches(kind):
-            params, state, value = step(params, state, ids, targets)
-            losses.append(float(value))
-        told = f"{name} {kind}"
-        found = trained[told]
+        params, _, losses = run(step, params, tx.init(params), worker.batches(kind))
         assert not np.allclose(params["table"], table)  # it did train
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-        close(found["losses"], losses, err_msg=told)
-        close(found["params"]["table"], params["table"], err_msg=told)
-        close(found["params"]["dense"], params["dense"], err_msg=told)
+        found = trained[f"{name} {kind}"]
+        expected = {"params": params, "losses": losses}
+        assert_close(found, expected, err_msg=f"{name} {kind}")
 
 
 @pytest.mark.usefixtures("loose_promotion")  # optax.adam on dense arrays
@@ -118,8 +97,7 @@ def test_two_processes_train_like_one_device(tmp_path):
             _check_training(first, name)
         # They restored their checkpoint into the other layout, and saved that.
         second = sj.parallel.restore(manager, _like(), step=worker.BLOCK_STEP)
-        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second), strict=True):
-            assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+        jax.tree.map(assert_same_bits, first, second)
         metadata = manager.metadata(worker.TABLE_STEP).custom_metadata
         assert metadata["batch"] == worker.STEPS
         assert manager.latest_step() == worker.STATE_STEP

@@ -9,22 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from helpers import assert_same_bits, assert_trees_close, make_rows
+from one_device import mesh_of, run, step_of, table_of
 
 
 # optax itself relies on implicit promotion.
 pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
 V, D, N, BATCH = 4_999, 8, 4, 32
-
-
-def make_mesh(shape=(N,), names=("x",), kind=AxisType.Auto):
-    kinds = (kind,) * len(names)
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
 
 
 def slots(per_device, seed=0):
@@ -39,13 +33,13 @@ def slots(per_device, seed=0):
 # ------------------------------------------------------------------ psum and pmean
 
 
+# At 2 slots the distinct rows of a device do not fit, and all slots are sent.
 @pytest.mark.window
-@pytest.mark.parametrize("capacity", [None, 9, 2])
-@pytest.mark.parametrize("vma", [True, False])
-def test_sum_over_devices(vma, capacity):
-    # At 2 slots the distinct rows of a device do not fit, and all slots are sent.
-    mesh = make_mesh()
-    g = slots(10)
+@pytest.mark.parametrize(
+    "capacity, vma", [(None, True), (None, False), (9, True), (2, False)]
+)
+def test_sum_over_devices(capacity, vma):
+    mesh, g = mesh_of(), slots(10)
 
     def both(g):
         total = sj.parallel.psum(g, "x", capacity=capacity)
@@ -60,12 +54,9 @@ def test_sum_over_devices(vma, capacity):
     np.testing.assert_array_equal(mean["t"].to_dense(), g.to_dense() / N)
     for shard in total.values.addressable_shards:  # replicas stay equal
         assert_same_bits(shard.data, total.values)
-    if capacity is None:
-        found = sj.viz.wire_bytes(mapped.lower(g).compile())
-        assert found.by_kind == {"all-gather": (N - 1) * 10 * (4 + 4 * D)}
-    if capacity == 9:
-        found = sj.viz.wire_bytes(mapped.lower(g).compile(), branch=min)
-        assert found.by_kind["all-gather"] == (N - 1) * 9 * (4 + 4 * D)
+    wire = sj.viz.wire_bytes(mapped.lower(g).compile(), branch=min).by_kind
+    sent = {None: 10, 9: 9, 2: 2}[capacity]
+    assert wire["all-gather"] == (N - 1) * sent * (4 + 4 * D)
 
 
 @pytest.mark.window
@@ -73,7 +64,7 @@ def test_sum_over_devices(vma, capacity):
 def test_a_step_under_shard_map_equals_one_device(vma):
     # With check_vma JAX has summed the gradient of `w` over the devices already, and
     # the gradient of the table varies over them.
-    mesh = make_mesh((2, 2), ("a", "b"))
+    mesh = mesh_of((2, 2), ("a", "b"))
     params = {"t": jnp.ones((V, D)), "w": jnp.arange(1.0, D + 1)}
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 40, BATCH))
 
@@ -84,7 +75,7 @@ def test_a_step_under_shard_map_equals_one_device(vma):
         value, g = sj.value_and_grad(loss)(params, ids)
         return reduce({"loss": value, **g}, ("a", "b"))
 
-    def run(reduce):
+    def summed(reduce):
         mapped = jax.shard_map(
             lambda params, ids: grads(reduce, params, ids),
             mesh=mesh,
@@ -97,14 +88,14 @@ def test_a_step_under_shard_map_equals_one_device(vma):
 
     value, want = jax.value_and_grad(loss)(params, ids)
     want = {"loss": value, **want}
-    assert_trees_close(run(sj.parallel.pmean), want)
+    assert_trees_close(summed(sj.parallel.pmean), want)
     total = jax.tree.map(lambda x: x * N, want)
-    assert_trees_close(run(sj.parallel.psum), total)
+    assert_trees_close(summed(sj.parallel.psum), total)
 
 
 @pytest.mark.slow
 def test_trees_two_axes_and_narrow_types():
-    mesh = make_mesh((2, 2), ("a", "b"))
+    mesh = mesh_of((2, 2), ("a", "b"))
     g = slots(6).astype(jnp.bfloat16)
     w = jnp.arange(8.0)
 
@@ -139,7 +130,7 @@ def test_over_an_axis_of_vmap(capacity):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_rows_of_the_whole_batch_are_only_gathered(kind):
     """Under `jax.set_mesh`, JAX's own mesh shows that the axis spans devices."""
-    mesh, g = make_mesh(kind=kind), slots(10)
+    mesh, g = mesh_of(kind=kind), slots(10)
     split = jax.device_put(g, NamedSharding(mesh, P("x")))
     both = lambda g: sj.parallel.psum({"g": g, "n": jnp.ones(())}, "x", capacity=9)
     with jax.set_mesh(mesh):
@@ -161,11 +152,7 @@ def loss_fn(params, batch):
 
 
 def make_params():
-    rng = np.random.default_rng(0)
-    return {
-        "table": jnp.asarray(rng.standard_normal((V, D), np.float32)),
-        "w": jnp.asarray(rng.standard_normal((D, 2), np.float32)),
-    }
+    return {"table": jnp.asarray(table_of(V, D)), "w": jnp.asarray(table_of(D, 2))}
 
 
 def make_batch(seed):
@@ -175,13 +162,7 @@ def make_batch(seed):
     return {"ids": ids, "y": rng.standard_normal(BATCH, np.float32)}
 
 
-def make_step(tx, reduce=lambda grads: grads, value_and_grad=sj.value_and_grad):
-    def step(params, state, batch):
-        loss, grads = value_and_grad(loss_fn)(params, batch)
-        updates, state = tx.update(reduce(grads), state, params)
-        return optax.apply_updates(params, updates), state, {"loss": loss}
-
-    return step
+BATCHES = [(make_batch(seed),) for seed in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -194,19 +175,28 @@ def make_step(tx, reduce=lambda grads: grads, value_and_grad=sj.value_and_grad):
 )
 def test_data_parallel_equals_one_device(capacity, kind):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adagrad(0.1))
+    dense = jax.jit(step_of(loss_fn, tx, jax.value_and_grad))
     expected = make_params(), tx.init(make_params())
-    dense = jax.jit(make_step(tx, value_and_grad=jax.value_and_grad))
+    *expected, losses = run(dense, *expected, BATCHES)
+
+    def value_and_grad(loss_fn):
+        def run(params, batch):
+            loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+            if capacity != "no call":
+                grads = sj.parallel.pmean(grads, "x", capacity=capacity)
+            return loss, grads
+
+        return run
+
     lifted = sj.optim.lazy(tx)
+    step = step_of(loss_fn, lifted, value_and_grad)
+    ours = sj.parallel.data_parallel(step, mesh_of(kind=kind), "x")
     found = make_params(), lifted.init(make_params())
-    reduce = lambda grads: sj.parallel.pmean(grads, "x", capacity=capacity)
-    step = make_step(lifted) if capacity == "no call" else make_step(lifted, reduce)
-    ours = sj.parallel.data_parallel(step, make_mesh(kind=kind), "x")
-    for seed in range(3):
-        *expected, metrics = dense(*expected, make_batch(seed))
-        before = found[0]["table"]
-        *found, found_metrics = ours(*found, make_batch(seed))
-        assert_trees_close(found_metrics, metrics)
-        assert before.is_deleted() or seed == 0  # given away
+    *found, found_losses = run(ours, *found, BATCHES[:2])
+    before = found[0]["table"]
+    *found, last = run(ours, *found, BATCHES[2:])
+    assert before.is_deleted()  # given away
+    np.testing.assert_allclose([*found_losses, *last], losses, rtol=1e-5)
     assert_trees_close(tuple(found), tuple(expected))
     for leaf in jax.tree.leaves(found):
         assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == N
@@ -229,68 +219,55 @@ def test_data_parallel_equals_one_device(capacity, kind):
 @pytest.mark.window
 def test_by_hand_in_shard_map():
     # The step without data_parallel: the gradient of each device's mean loss.
-    mesh, lifted = make_mesh(), sj.optim.lazy(optax.adagrad(0.1))
-    step = make_step(lifted, lambda grads: sj.parallel.pmean(grads, "x"))
+    tx = optax.adagrad(0.1)
+    lifted, params = sj.optim.lazy(tx), make_params()
 
     def body(params, state, batch):
-        params, state, metrics = step(params, state, batch)
-        return params, state, lax.pmean(metrics["loss"], "x")
+        loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+        grads, loss = sj.parallel.pmean((grads, loss), "x")
+        updates, state = lifted.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
 
     mapped = jax.shard_map(
-        body, mesh=mesh, in_specs=(P(), P(), P("x")), out_specs=P(), check_vma=False
+        body,
+        mesh=mesh_of(),
+        in_specs=(P(), P(), P("x")),
+        out_specs=P(),
+        check_vma=False,
     )
-    params, tx = make_params(), optax.adagrad(0.1)
-    found = jax.jit(mapped)(params, lifted.init(params), make_batch(1))
-    dense = make_step(tx, value_and_grad=jax.value_and_grad)
-    expected = jax.jit(dense)(params, tx.init(params), make_batch(1))
-    assert_trees_close(found[:2], expected[:2])
-    assert_trees_close(found[2], expected[2]["loss"])
+    found = jax.jit(mapped)(params, lifted.init(params), *BATCHES[1])
+    dense = jax.jit(step_of(loss_fn, tx, jax.value_and_grad))
+    assert_trees_close(found, dense(params, tx.init(params), *BATCHES[1]))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_tables_that_are_cut_stay_cut(kind):
-    mesh, tx = make_mesh(kind=kind), optax.adagrad(0.1)
+def test_sharded_tables_stay_sharded(kind):
+    mesh, tx = mesh_of(kind=kind), optax.adagrad(0.1)
 
-    def step_of(lookup, columns, tx, value_and_grad):
-        def loss_fn(params, batch):
-            rows = lookup(params["rows"], batch["ids"])
-            rows = rows + columns(params["columns"], batch["ids"])
-            return jnp.mean((jnp.sum(rows, (1, 2)) - batch["y"]) ** 2)
-
-        def step(params, state, batch):
-            loss, grads = value_and_grad(loss_fn)(params, batch)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, loss
-
-        return step
+    def loss_fn(params, batch):
+        rows = [sj.lookup(t, batch["ids"], mode="zero") for t in params.values()]
+        return jnp.mean((jnp.sum(rows[0] + rows[1], (1, 2)) - batch["y"]) ** 2)
 
     table = np.asarray(make_params()["table"])
-    zero = lambda f: lambda t, ids: f(t, ids, mode="zero")
-    plain = zero(sj.lookup)
     expected = {"rows": table, "columns": table}
-    expected = expected, tx.init(expected)
-    dense = jax.jit(step_of(plain, plain, tx, jax.value_and_grad))
+    dense = jax.jit(step_of(loss_fn, tx, jax.value_and_grad))
+    expected, _, losses = run(dense, expected, tx.init(expected), BATCHES[:2])
     lifted = sj.optim.lazy(tx)
     found = {
         "rows": sj.parallel.shard_rows(table, mesh, "x"),
         "columns": sj.parallel.shard_columns(table, mesh, "x"),
     }
-    found = found, lifted.init(found)
-    step = step_of(zero(sj.lookup), plain, lifted, sj.value_and_grad)
-    ours = sj.parallel.data_parallel(step, mesh, "x")
-    for seed in range(2):
-        *expected, loss = dense(*expected, make_batch(seed))
-        *found, found_loss = ours(*found, make_batch(seed))
-        np.testing.assert_allclose(found_loss, loss, rtol=1e-5)
-    params = found[0] | {"rows": found[0]["rows"].to_dense()}
-    assert_trees_close(params, expected[0])
-    assert found[0]["rows"].values.sharding.spec == P("x")
-    assert found[0]["columns"].sharding.spec == P(None, "x")
+    ours = sj.parallel.data_parallel(step_of(loss_fn, lifted), mesh, "x")
+    found, _, found_losses = run(ours, found, lifted.init(found), BATCHES[:2])
+    np.testing.assert_allclose(found_losses, losses, rtol=1e-5)
+    assert_trees_close(found | {"rows": found["rows"].to_dense()}, expected)
+    assert found["rows"].values.sharding.spec == P("x")
+    assert found["columns"].sharding.spec == P(None, "x")
 
 
 def test_what_is_split_and_what_stays():
-    mesh = make_mesh((2, 2), ("x", "y"))
+    mesh = mesh_of((2, 2), ("x", "y"))
     seen = {}
 
     def step(params, state, batch, scale):

@@ -6,7 +6,6 @@ is killed, again and again. The tests import the models and batches from here, t
 train them on one device.
 """
 
-import functools
 import os
 import pathlib
 import random
@@ -27,6 +26,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+import one_device
 import sparsejax as sj
 
 
@@ -59,18 +59,10 @@ def initial():
     return table, rng.normal(size=WIDTH).astype(np.float32)
 
 
-def loss_fn(look_up, params, ids, targets):
+def loss_fn(params, ids, targets):
     """A regression on looked-up rows."""
-    rows = look_up(params["table"], ids)
+    rows = sj.lookup(params["table"], ids)
     return jnp.mean((rows @ params["dense"] - targets) ** 2)
-
-
-def sharded_step(tx, params, state, ids, targets):
-    """One step as a user writes it."""
-    loss = functools.partial(loss_fn, sj.lookup)
-    value, grads = sj.value_and_grad(loss)(params, ids, targets)
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state, value
 
 
 def tables_of(state):
@@ -99,7 +91,7 @@ def train(port, process, directory):
     trained = {}
     for name, tx in OPTIMIZERS.items():
         tx = sj.optim.lazy(tx)
-        step = jax.jit(functools.partial(sharded_step, tx), donate_argnums=(0, 1))
+        step = jax.jit(one_device.step_of(loss_fn, tx), donate_argnums=(0, 1))
         for kind in KINDS:
             params = {
                 "table": sj.parallel.shard_rows(table, mesh, "x"),
@@ -116,7 +108,7 @@ def train(port, process, directory):
 
     # All processes get the ids of all devices; the cleared state fits the next step.
     tx = sj.optim.track_changes(sj.optim.lazy(OPTIMIZERS["sgd"]))
-    step = jax.jit(functools.partial(sharded_step, tx), donate_argnums=(0, 1))
+    step = jax.jit(one_device.step_of(loss_fn, tx), donate_argnums=(0, 1))
     sharded = sj.parallel.shard_rows(table, mesh, "x")
     tracked = {"table": sharded, "dense": jax.device_put(dense, repeated)}
     marks = tx.init(tracked)

@@ -1,0 +1,160 @@
+"""Which device stores which row: layouts, and tables made from arrays and functions."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+import sparsejax as sj
+from helpers import whole
+from one_device import mesh_of, place, table_of
+
+
+pytestmark = pytest.mark.usefixtures("eight_devices")
+
+V, D = 101, 4
+TABLE = table_of(V, D)
+BOTH = ("d", "x")
+shard_rows = sj.parallel.shard_rows
+
+
+def by_table(num_groups):
+    groups = tuple(k % num_groups for k in range(4))
+    return sj.parallel.TableWise((50, 1, 0, 50), groups, num_groups)
+
+
+@pytest.mark.parametrize(
+    "shape, axis, layout, kind",
+    [
+        ((4,), "x", "mod", AxisType.Auto),
+        ((4,), "x", "block", AxisType.Explicit),
+        ((2, 2), BOTH, "mod", AxisType.Explicit),
+        ((2, 2), BOTH, "block", AxisType.Auto),
+        ((8,), "x", by_table(8), AxisType.Auto),
+        ((2, 4), "x", by_table(4), AxisType.Explicit),
+        ((2, 2), BOTH, by_table(2), AxisType.Auto),
+    ],
+)
+def test_tables_of_arrays_of_functions_and_in_jit(shape, axis, layout, kind):
+    mesh = mesh_of(shape, BOTH[-len(shape) :], kind)
+    with jax.set_mesh(mesh):
+        table = shard_rows(TABLE, mesh, axis, layout=layout)
+        by_ids = shard_rows(TABLE.__getitem__, mesh, axis, layout=layout, height=V)
+        inside = jax.jit(lambda t: shard_rows(t, mesh, axis, layout=layout))(TABLE)
+        for other in (by_ids, inside):
+            np.testing.assert_array_equal(other.values, table.values)
+            assert other.values.sharding == table.values.sharding
+        np.testing.assert_array_equal(whole(table), TABLE)
+        ids = place(mesh, np.arange(-2, 110), mesh.axis_names)
+        position = table.position(ids)
+        back = np.asarray(table.ids_at(position))
+        ids, position = np.asarray(ids), np.asarray(position)
+        named = (ids >= 0) & (ids < V)
+        stored = np.asarray(table.values)
+        np.testing.assert_array_equal(stored[position[named]], TABLE)
+        assert (position[~named] == len(stored)).all()
+        np.testing.assert_array_equal(back, np.where(named, ids, V))
+    # No device holds more than its own rows.
+    for shard in table.values.addressable_shards:
+        assert shard.data.shape == (table.rows_per_shard, D)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_tables_on_different_devices(seed):
+    """All functions of the layout agree, in JAX and on the host."""
+    rng = np.random.default_rng(seed)
+    shards = int(rng.choice([1, 2, 4, 8]))
+    count = int(rng.choice([g for g in (1, 2, 4, 8) if shards % g == 0]))
+    heights = tuple(rng.integers(0, 12, rng.integers(1, 7)).tolist())
+    groups = tuple(rng.integers(0, count, len(heights)).tolist())
+    layout = sj.parallel.TableWise(heights, groups, count)
+    of = layout.height, shards
+    rows, ids = layout.per_shard(*of), np.arange(layout.height, dtype=np.int32)
+    slots = np.arange(shards * rows, dtype=np.int32)
+
+    @jax.jit
+    def run(ids, slots):
+        stored = layout.stored(ids + 1, *of)
+        in_order = layout.in_order(stored, *of)
+        return layout.position(ids, *of), layout.ids_at(slots, *of), stored, in_order
+
+    positions, back, stored, in_order = map(np.asarray, run(ids, slots))
+    np.testing.assert_array_equal(layout.position(ids, *of), positions)
+    np.testing.assert_array_equal(layout.ids_at(slots, *of), back)
+    expected = np.full(len(slots), layout.height)
+    expected[positions] = ids
+    assert len(set(positions)) == len(ids)
+    np.testing.assert_array_equal(np.minimum(back, layout.height), expected)
+    # The rows of a table are on the devices of its group.
+    table = np.repeat(np.arange(len(heights)), heights)
+    group = positions // rows // (shards // count)
+    np.testing.assert_array_equal(group, np.asarray(groups)[table])
+    want = np.where(expected < len(ids), expected + 1, 0)
+    np.testing.assert_array_equal(stored, want)
+    np.testing.assert_array_equal(in_order, np.arange(1, len(ids) + 1))
+
+
+@pytest.mark.window
+def test_abstract_table():
+    spec = jax.ShapeDtypeStruct((V, D), jnp.float32)
+    table = shard_rows(spec, mesh_of(), "x")
+    assert (table.shape, table.dtype, table.ndim) == ((V, D), jnp.float32, 2)
+    assert table.values.shape == (104, D)
+    assert "4 x 26 rows over 'x'" in repr(table)
+    loss = lambda t: jnp.sum(sj.lookup(t, np.arange(24)))
+    g = jax.eval_shape(sj.grad(loss), table)
+    assert isinstance(g.values, sj.parallel.ShardedRows)
+    assert (g.shape, g.values.capacity) == ((V, D), 24)
+
+
+@pytest.mark.window
+@pytest.mark.parametrize("layout", ["mod", "block"])
+def test_function_of_ids(layout):
+    asked = []
+
+    def rows(ids):
+        asked.append(list(ids))
+        return np.stack([TABLE[k] for k in ids])  # fails for no ids
+
+    table = shard_rows(rows, mesh_of(), "x", layout=layout, height=5)
+    np.testing.assert_array_equal(table.to_dense(), TABLE[:5])
+    # The first call is for the shape and the dtype.
+    assert asked[0] == [0] and sorted(sum(asked[1:], [])) == [0, 1, 2, 3, 4]
+    assert all(asked)
+
+
+def test_function_of_ids_gives_a_row_for_each():
+    make: Any = functools.partial(shard_rows, mesh=mesh_of(), axis="x")
+    for wrong in (
+        lambda ids: np.float32(1),
+        lambda ids: np.ones((1, 2)),
+        lambda ids: np.ones((len(ids), 1 + int(ids[0] > 0))),
+    ):
+        with pytest.raises(ValueError, match="shape"):
+            make(wrong, height=9)
+    words = np.full((3, 2), "a")
+    for table, height in ((words, None), (lambda ids: words[ids % 3], 9)):
+        with pytest.raises(TypeError):
+            make(table, height=height)
+
+
+def test_columns():
+    mesh, sharding = mesh_of(), NamedSharding(mesh_of(), P(None, "x"))
+    shard_columns = sj.parallel.shard_columns
+    for x in (TABLE, jnp.asarray(TABLE)):
+        found = shard_columns(x, mesh, "x")
+        assert found.sharding == sharding
+        assert {s.data.shape for s in found.addressable_shards} == {(V, 1)}
+        np.testing.assert_array_equal(found, x)
+    made = jax.jit(lambda: shard_columns(jnp.ones((3, 5, D)), mesh, ["x"]))
+    assert made().sharding.spec == P(None, None, "x")
+    spec = jax.ShapeDtypeStruct((V, D), jnp.bfloat16)
+    found = shard_columns(spec, mesh, "x")
+    assert (found.shape, found.dtype, found.sharding) == ((V, D), spec.dtype, sharding)
+    for shard in (shard_rows, shard_columns):
+        with pytest.raises(ValueError, match="AbstractMesh"):
+            shard(np.ones((8, 4)), AbstractMesh((4,), ("x",)), "x")
