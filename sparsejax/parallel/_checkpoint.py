@@ -319,9 +319,9 @@ def _is_table(x: Any) -> bool:
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> str:
     """Returns the differences in words, five at most; empty if there are none."""
-    absent = "not in the tree"
     lines = [
-        f"{name} is {wanted.get(name, absent)}, saved was {saved.get(name, absent)}"
+        f"{name}: saved {saved.get(name, 'nothing')}, `like` has "
+        f"{wanted.get(name, 'nothing')}"
         for name in sorted(saved.keys() | wanted.keys())
         if wanted.get(name) != saved.get(name)
     ]

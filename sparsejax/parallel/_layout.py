@@ -38,6 +38,9 @@ from sparsejax import _arguments
 from sparsejax._rows import indexing
 
 
+Array = jax.Array | np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Mod:
     """Row i is on device i mod N, so that neighbouring ids are on different devices.
@@ -61,12 +64,12 @@ class Mod:
         """Returns R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
 
-    def position(self, ids: Any, height: int, shards: int) -> Any:
+    def position(self, ids: Array, height: int, shards: int) -> Any:
         """Returns the position of each id in range; arbitrary for ids out of range."""
         n, rows = _scalars(ids, shards, self.per_shard(height, shards))
         return ids % n * rows + ids // n
 
-    def ids_at(self, positions: Any, height: int, shards: int) -> Any:
+    def ids_at(self, positions: Array, height: int, shards: int) -> Any:
         """Returns the id at each position in range; for padding, `height` or more."""
         n, rows = _scalars(positions, shards, self.per_shard(height, shards))
         part, row = positions // rows, positions % rows
@@ -108,11 +111,11 @@ class Block:
         """Returns R; at least 1, so that no device has an empty part."""
         return max(1, -(-height // shards))
 
-    def position(self, ids: Any, height: int, shards: int) -> Any:
+    def position(self, ids: Array, height: int, shards: int) -> Any:
         """Returns the id itself."""
         return ids
 
-    def ids_at(self, positions: Any, height: int, shards: int) -> Any:
+    def ids_at(self, positions: Array, height: int, shards: int) -> Any:
         """Returns the position itself."""
         return positions
 
@@ -235,7 +238,7 @@ class TableWise:
         """Returns R; at least 1, so that no device has an empty part."""
         return max(1, int(_group_rows(self, shards)[1].max()))
 
-    def position(self, ids: Any, height: int, shards: int) -> Any:
+    def position(self, ids: Array, height: int, shards: int) -> Any:
         """Returns the position of each id in range; arbitrary for ids out of range."""
         m, per_shard = shards // self.num_groups, self.per_shard(height, shards)
         table = _last_at_most(self.starts, ids)
@@ -244,7 +247,7 @@ class TableWise:
         n, rows = _scalars(ids, m, per_shard)
         return _pick(first, table, ids) + (ids % n * rows + ids // n)
 
-    def ids_at(self, positions: Any, height: int, shards: int) -> Any:
+    def ids_at(self, positions: Array, height: int, shards: int) -> Any:
         """Returns the id at each position in range; for padding, `height`."""
         per_shard = self.per_shard(height, shards)
         m, rows = _scalars(positions, shards // self.num_groups, per_shard)

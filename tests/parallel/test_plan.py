@@ -308,7 +308,7 @@ def test_trained_on_one_device_and_on_eight():
 
 
 def test_sends_little_and_copies_no_table():
-    """The case of docs/scaling.md, 20,480 reads, at four devices; nothing is run."""
+    """20,480 reads at four devices, as in docs/explain/exchange.md; nothing is run."""
     params, loss_fn, batch_of = model_of({"a": 100_003, "b": 100_003}, 32)
     tx, batch = sj.optim.lazy(optax.adam(1e-3)), batch_of(0, 10_240)
     plan = sj.parallel.plan(params, mesh_of(N), batch, loss=loss_fn, tx=tx)
