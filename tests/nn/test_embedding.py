@@ -315,6 +315,7 @@ def test_wrong_fields(name, value):
 
 def test_wrong_calls():
     table = _params(LAYER)["embedding"]
+    two = jax.random.split(jax.random.key(0))
     for layer in (LAYER, BAG):
         for params, ids, word in (
             ([table], IDS, "init"),
@@ -325,3 +326,15 @@ def test_wrong_calls():
         ):
             with pytest.raises((TypeError, ValueError), match=word):
                 layer(params, ids)
+        for key in (0, two):
+            with pytest.raises(TypeError, match="key"):
+                layer.init(key)
+        old = jax.vmap(layer.init)(two)["embedding"], layer.init(jax.random.PRNGKey(3))
+        assert old[0].shape == (2, V, D) and old[1]["embedding"].shape == (V, D)
+    for given in (table, {"a": pulled_of(table)}, type(LAYER)):
+        with pytest.raises(TypeError, match="layers must be"):
+            sj.nn.tables(given)
+
+
+def pulled_of(table):
+    return sj.SelectedRows(np.array([0]), table[:1], V)

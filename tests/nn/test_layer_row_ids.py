@@ -20,11 +20,15 @@ IDS = np.array([3, -1, 4, 99, 2])
     ],
 )
 def test_all_layers_agree_on_negative_ids(mode, want):
+    options = dict(mode=mode, padding_id=2)
     for layer in (
-        sj.nn.Embedding(4, 2, mode=mode, padding_id=2),
-        sj.nn.EmbeddingBag(4, 2, mode=mode, padding_id=2),
+        sj.nn.Embedding(4, 2, **options),
+        sj.nn.EmbeddingBag(4, 2, **options),
+        sj.nn.SparseEmbedding(4, 2, name="embedding", **options),
     ):
         assert layer.row_ids(IDS)["embedding"].tolist() == want
+        traced = jax.jit(layer.row_ids)(jnp.asarray(IDS))
+        assert traced["embedding"].tolist() == want
     matrix = sj.SegmentTensor(jnp.asarray(IDS), jnp.array([0, 0, 0, 0, 9]), 3)
     assert sj.nn.Dense(1, 4, mode=mode).row_ids(matrix)["kernel"].tolist() == want
     # In a stack, an id out of range must not be a row of the next table.
@@ -42,6 +46,14 @@ def test_bags_of_weighted_ids_and_of_a_collection():
     ids = {"a": jnp.array([[3, 4], [-1, 0]])}
     rows = sj.nn.EmbeddingCollection({"a": bag}).row_ids(ids)
     assert rows["stack_width2_float32"].tolist() == [3, -1, -1, 0]
+
+
+def test_ids_of_other_types():
+    layer = sj.nn.Embedding(4, 2)
+    huge = np.array([2**64 - 1, 3], np.uint64)
+    assert layer.row_ids(huge)["embedding"].tolist() == [2**63 - 1, 3]
+    # All ids fine: as given, without a copy.
+    assert layer.row_ids(IDS[:1])["embedding"].base is IDS
 
 
 @pytest.mark.parametrize("mode", ["drop", "fill", "clip", "zero"])

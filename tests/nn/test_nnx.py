@@ -163,13 +163,17 @@ def test_arguments(name):
 def test_a_state_and_a_variable():
     graph, *_ = nnx.split(Model(), nnx.Param, ...)
     split = lambda: nnx.split(Model(), nnx.Param, ...)[1:]
-    fun = lambda params, rest, ids: jnp.sum(nnx.merge(graph, params, rest)(ids))
-    _, grads = _same("grad", fun, lambda: ((*split(), IDS), {}))
-    assert len(_rows_of(grads)) == 1
-    fun = lambda table, ids: jnp.sum(table[...][ids] ** 2)
-    make = lambda: ((nnx.Param(jnp.arange(V * D * 1.0).reshape(V, D)), IDS), {})
-    _, grads = _same("grad", fun, make)
-    assert len(_rows_of(grads)) == 1
+    merged = lambda params, rest, ids: jnp.sum(nnx.merge(graph, params, rest)(ids))
+    table = lambda: nnx.Param(jnp.arange(V * D * 1.0).reshape(V, D))
+    for fun, make in (
+        (merged, lambda: ((*split(), IDS), {})),
+        (
+            lambda table, ids: jnp.sum(table[...][ids] ** 2),
+            lambda: ((table(), IDS), {}),
+        ),
+    ):
+        _, grads = _same("grad", fun, make)
+        assert len(_rows_of(grads)) == 1
 
 
 def test_training():
