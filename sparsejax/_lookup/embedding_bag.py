@@ -120,30 +120,26 @@ def embedding_bag(
     _check_combiner_fits(combiner, weights, table)
     is_tensor = isinstance(ids, SegmentTensor)
     _check_ids(ids)
-    given = _arguments.as_integers(ids.values if is_tensor else ids)
-    padding = lookup.padding_mask(given, padding_id)
-    w = None if weights is None else _as_weights(weights, given, table.dtype)
+    element_ids = _arguments.as_integers(ids.values if is_tensor else ids)
+    padding = lookup.padding_mask(element_ids, padding_id)
+    if weights is not None:
+        weights = _as_weights(weights, element_ids, table.dtype)
+    arrays = table, _arguments.saturate(element_ids), weights, padding
     reduce = functools.partial(_reduce, combiner, mode, max_norm)
-    if is_tensor or (segment_ids is not None and given.ndim == 1):
-        _, segments = check_arguments(
-            ids if is_tensor else _arguments.saturate(given),
-            segment_ids,
-            num_segments,
-            indices_are_sorted,
-            name="ids",
-        )
-        return reduce(table, _arguments.saturate(given), w, padding, segments)
-    _check_padded(given, segment_ids, num_segments)
+    if is_tensor or (segment_ids is not None and element_ids.ndim == 1):
+        data = ids if is_tensor else arrays[1]
+        bags = segment_ids, num_segments, indices_are_sorted
+        return reduce(*arrays, check_arguments(data, *bags, name="ids")[1])
+    _check_padded(element_ids, segment_ids, num_segments)
 
-    def reduce_padded(table, ids, w, padding):
+    def reduce_padded(table, ids, *others):
         flat = lambda x: None if x is None else indexing.merge_axes(x, ids.ndim - 1)
         lead = ids.shape if combiner == "none" else ids.shape[:-1]
-        bags = reduce(table, flat(ids), flat(w), flat(padding), None)
+        bags = reduce(table, *map(flat, (ids, *others)), None)
         return bags.reshape(*lead, *table.shape[1:])
 
-    ndim = given.ndim - (combiner != "none")
-    args = table, _arguments.saturate(given), w, padding
-    return indexing.sharded_like_ids(reduce_padded, *args, ndim=ndim)
+    ndim = element_ids.ndim - (combiner != "none")
+    return indexing.sharded_like_ids(reduce_padded, *arrays, ndim=ndim)
 
 
 def _reduce(

@@ -358,12 +358,12 @@ class QuantizedTable:
         References:
           `optax.incremental_update`.
         """
-        mine = self.dequantize()
-        theirs = other.dequantize() if is_quantized(other) else other
-        theirs = _arguments.as_floats(theirs, "other")
-        wide = indexing.accumulator_dtype(indexing.promote(mine.dtype, theirs.dtype))
+        old = self.dequantize()
+        new = other.dequantize() if is_quantized(other) else other
+        new = _arguments.as_floats(new, "other")
+        wide = indexing.accumulator_dtype(indexing.promote(old.dtype, new.dtype))
         weight = _arguments.as_scalar(weight, "weight", wide)
-        mean = (1 - weight) * mine.astype(wide) + weight * theirs.astype(wide)
+        mean = (1 - weight) * old.astype(wide) + weight * new.astype(wide)
         return self.requantize(mean, key)
 
     # -- other forms -------------------------------------------------------------

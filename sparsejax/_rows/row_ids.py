@@ -67,8 +67,11 @@ class Opaque:
 
     def dtype_in(self, x: Any) -> np.dtype | None:
         """Returns the dtype of the numbers in `x`; None if it is not a leaf."""
-        plain = (k for k, v in self.kinds.items() if getattr(x, "dtype", None) == v[0])
-        return next(plain, None)
+        return self._plain_dtypes.get(getattr(x, "dtype", None))
+
+    @functools.cached_property
+    def _plain_dtypes(self) -> dict[Any, np.dtype]:
+        return {dtype: plain for plain, (dtype, _) in self.kinds.items()}
 
     def seal(self, x: Any, row_ndim: int = 1) -> Any:
         """Returns numbers as a leaf; placeholders and leaves pass through."""
@@ -153,9 +156,9 @@ def _computing(x: Any, dtype: np.dtype):
     built there can outlive the trace.
     """
     is_traced = isinstance(x, Tracer)
-    known = contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
+    eager = contextlib.nullcontext() if is_traced else jax.ensure_compile_time_eval()
     # 64 bits also if x64 was enabled only where the ids were made.
-    with known, _compat.enable_x64(dtype.itemsize == 8 or _arguments.x64_enabled()):
+    with eager, _compat.enable_x64(dtype.itemsize == 8 or _arguments.x64_enabled()):
         yield
 
 

@@ -209,14 +209,14 @@ def _sum_pieces(
         inside = (places >= start[:, None]) & (places < end[:, None])
         # Reading windows takes 0.78 of the time of reading single elements.
         cut = jax.vmap(lambda x, k: lax.dynamic_slice_in_dim(x, k, length), (None, 0))
-        some = jnp.where(inside, cut(ids, at), _arguments.scalar(table.shape[0], ids))
+        here = jnp.where(inside, cut(ids, at), _arguments.scalar(table.shape[0], ids))
         if bits is None:
             extra = () if weights is None else (jnp.where(inside, cut(weights, at), 0),)
-            total = _add_columns(xla.weighted_rows, bits, table, some, *extra)
+            total = _add_columns(xla.weighted_rows, bits, table, here, *extra)
         else:
             # As two arrays: XLA would compute an array [..., 2] again for each code.
             scale, bias = (jnp.where(inside, cut(weights[:, k], at), 0) for k in (0, 1))
-            total = _add_codes(table, some, scale, bits)
+            total = _add_codes(table, here, scale, bits)
             # A sum of columns is fused with the windows; a reduction is not.
             bias = functools.reduce(operator.add, [bias[:, j] for j in range(length)])
             total += bias[:, None, None]
