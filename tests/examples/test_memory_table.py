@@ -1,0 +1,100 @@
+"""examples/memory_table.py: the memory learns, and is the same in all three places."""
+
+import gzip
+import re
+
+import jax
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from examples import memory_table
+
+
+pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    sizes = {"BLOCKS": 1, "DIM": 32, "LENGTH": 32, "WIDTH": 8, "EVERY": 10}
+    for name, size in sizes.items():
+        monkeypatch.setattr(memory_table, name, size)
+
+
+@pytest.fixture
+def run(tmp_path, shared_data, capsys):
+    """Runs the example on the start of a book; the losses, and the last lines."""
+    book = shared_data / "warpeace" / "warpeace.txt.gz"
+    text = tmp_path / "text.txt"
+    text.write_bytes(gzip.decompress(book.read_bytes())[:200_000])
+
+    def run(where, rows, steps, *options):
+        options = ["--where", where, "--rows", rows, "--steps", steps, *options]
+        options += ["--text", text, "--file", tmp_path / "memory.rows"]
+        memory_table.main([str(x) for x in options])
+        lines = capsys.readouterr().out
+        losses = [float(x) for x in re.findall(r"step \d+: loss ([\d.]+)", lines)]
+        return losses, lines.splitlines()
+
+    return run
+
+
+def bits(lines):
+    return float(lines[-2].split()[0])
+
+
+@pytest.mark.slow
+def test_the_places_agree_and_the_memory_helps(run):
+    losses, lines = run("device", 20_000, 30)
+    _, without = run("device", 0, 30)
+    assert bits(lines) < bits(without) - 0.3
+    for where in "store", "file":
+        same, lines_of_store = run(where, 20_000, 30)
+        np.testing.assert_allclose(same, losses, atol=2e-3)
+        assert abs(bits(lines_of_store) - bits(lines)) < 5e-3
+        assert re.match(r"[\d,]+ rows touched, [\d,]+ MiB resident", lines_of_store[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["device", "file"])
+def test_a_run_resumes(run, tmp_path, where):
+    save = "--save", tmp_path / "model.save"
+    whole, lines = run(where, 20_000, 20)
+    (tmp_path / "memory.rows").unlink(missing_ok=True)
+    first, _ = run(where, 20_000, 10, *save)
+    later, resumed = run(where, 20_000, 20, *save)
+    assert resumed[0] == "resumed after 10 steps"
+    assert first + later == whole and bits(resumed) == bits(lines)
+
+
+def test_rows_of_the_last_bytes():
+    text = np.frombuffer(b"abcabcabcxbc", np.uint8)[None]
+    rows = np.asarray(memory_table.ngram_rows(text, 1 << 20))[0]
+    assert rows.shape == (12, 4) and rows.min() >= 0 and rows.max() < 1 << 20
+    for column, length in enumerate(memory_table.GRAMS):
+        ends = np.arange(length - 1, 12)
+        grams = [bytes(text[0, end + 1 - length : end + 1]) for end in ends]
+        same = np.array(grams)[:, None] == np.array(grams)
+        own = rows[ends, column]
+        np.testing.assert_array_equal(own[:, None] == own, same)
+
+
+def test_the_gradient_is_that_of_jax_and_sparse():
+    params = memory_table.init(jax.random.key(0))
+    shape = 50_000, memory_table.WIDTH
+    params["memory"] = 0.1 * jax.random.normal(jax.random.key(1), shape)
+    text = np.random.default_rng(0).integers(97, 110, (3, 33)).astype(np.uint8)
+    loss, grads = jax.jit(sj.value_and_grad(memory_table.loss_fn))(params, text)
+    expected, dense = jax.jit(jax.value_and_grad(memory_table.loss_fn))(params, text)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert grads["memory"].capacity == 3 * 32 * 4
+    is_rows = lambda x: isinstance(x, sj.SelectedRows)
+    for grad, g in zip(jax.tree.leaves(grads, is_leaf=is_rows), jax.tree.leaves(dense)):
+        grad = grad.to_dense() if is_rows(grad) else grad
+        np.testing.assert_allclose(grad, g, rtol=1e-3, atol=1e-5)
+
+
+def test_a_text_that_is_missing():
+    with pytest.raises(FileNotFoundError):
+        memory_table.main(["--text", "missing.txt"])
+    assert memory_table.pieces(np.arange(99), 3, 0).shape == (3, 33)
