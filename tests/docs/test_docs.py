@@ -27,7 +27,6 @@ TESTED_ELSEWHERE = {
     "exchange.md",
     "tensorflow.md",
     "torch.md",
-    "tutorial.md",
 }
 
 
@@ -111,20 +110,6 @@ def test_the_readme_is_one_screen():
     assert same(printed) == same(shown)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("loose_promotion")
-def test_the_programs_of_the_tutorial_train(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    pages.run_page(pages.DOCS / "tutorial.md")
-    out = capsys.readouterr().out
-    (mean,) = re.findall(r"mean of all is ([\d.]+) off", out)
-    errors = re.findall(r"epoch \d: ([\d.]+) off", out)
-    first, last = f"{float(mean):.2f}", f"{float(errors[-1]):.2f}"
-    said = f"from {first}, the error of the mean, to {last}."
-    assert said in (pages.DOCS / "tutorial.md").read_text()
-    assert len(errors) == 5 and float(last) < 0.53  # the noise is 0.4
-
-
 def _lines_of_code(page, section=""):
     """Counts the lines of code of a page, or of its section with this heading."""
     text = page.read_text()
@@ -164,7 +149,6 @@ def test_clicks_are_predicted(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.usefixtures("loose_promotion")
 def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
     """On the most frequent entities of a real one, in the files that the page reads."""
@@ -195,7 +179,6 @@ def _word(found, column, row):
     return found["vocabulary"].decode(column, [row])[0]
 
 
-@pytest.mark.slow
 def _public_names():
     """The public objects of the packages, by their names in the reference."""
     packages = [sj, *(getattr(sj, name) for name in PACKAGES)]
