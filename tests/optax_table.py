@@ -19,7 +19,7 @@ from optax import contrib
 
 import sparsejax as sj
 from optimizers import LR, REFUSED, SCHEDULE, SEPARABLE
-from sparsejax.optim._lazy import separability
+from sparsejax.optim._lazy import judge, separability
 
 
 PAGE = pathlib.Path(__file__).parent / "docs" / "optax_table.md"
@@ -292,7 +292,7 @@ SECTIONS = (
 NOT_ONE = {"optax.measure_with_ema"}
 
 
-WEIGHTS = separability.WEIGHTS
+WEIGHTS = judge.WEIGHTS
 ONE_TABLE = jax.tree.structure(0), (jax.ShapeDtypeStruct((160, 130), jnp.float32),)
 
 

@@ -58,7 +58,7 @@ class RangePasses:
         axes = self._owners.axes
         if self._most < _MIN_ROUNDS * self._owners.devices * self._slots:
             raise NotByRows("a reduction over rows that can be held")
-        if program.has_branches or any(kind != "reduce_sum" for kind, _ in kinds):
+        if any(kind != "reduce_sum" for kind, _ in kinds):
             raise NotByRows("a reduction that is not a sum")
 
         def body(receive, tables, others):
@@ -88,8 +88,6 @@ class RangePasses:
         writes: Sequence[int],
     ) -> tuple[list[jax.Array], Any]:
         """Returns the written tables and the update, a merged ShardedRows."""
-        if program.has_branches:  # their equations have a mesh other than the owner's
-            raise NotByRows("a conditional, at an owner")
         owners, most = self._owners, self._most
         ids = jax.ShapeDtypeStruct((), self._grad.rows.dtype)
         change = program.outputs[-1]

@@ -21,7 +21,7 @@ from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import separability, state_leaves
 from sparsejax.optim._lazy.lazy import lazy
-from sparsejax.optim._lazy.two_programs import differences
+from sparsejax.optim._lazy.two_programs import are_equal
 from sparsejax.optim._optimizers.ema import EmaState
 
 
@@ -152,7 +152,7 @@ def _check_without_path(tx: Any, spec: Any, name: str) -> None:
         named = program(lambda x: {name: x})
     except Exception:  # its functions are for a table alone
         return
-    if any(differences(named, program(lambda x: x))):
+    if not are_equal(named, program(lambda x: x)):
         raise ValueError(
             f"sparsejax.store: tx of table {name!r} has a mask or label function that "
             f"decides by path: for {{{name!r}: table}} it does something else than for "

@@ -20,12 +20,12 @@ import optax_table
 from optimizers import REFUSED, SEPARABLE
 from sparsejax.optim import _checks as checks, accumulate, exact, lazy, track_changes
 from sparsejax.optim._exact.exact import ExactState
-from sparsejax.optim._lazy import parts, separability
+from sparsejax.optim._lazy import judge, parts, separability
 from sparsejax.optim._wrappers.accumulate import AccumulateState
 from sparsejax.optim._wrappers.track_changes import TrackChangesState
 
 
-FILES = "sparsejax/optim/_lazy/separability.py and parts.py"
+FILES = "sparsejax/optim/_lazy/separability.py, judge.py and parts.py"
 SGD, ADAM = optax.sgd(0.1), optax.scale_by_adam()
 TABLE = {"table": jax.ShapeDtypeStruct((9, 3), jnp.float32)}
 ONE_TABLE = jax.tree.structure(0), (jax.ShapeDtypeStruct((160, 130), jnp.float32),)
@@ -153,8 +153,8 @@ def test_required_extra_args():
     tx = optax.chain(SGD, optax.scale_by_polyak())
     with pytest.raises(TypeError) as error:
         tx.update(jnp.ones(3), tx.init(jnp.ones(3)), jnp.ones(3))
-    found = separability._missing(error.value)
-    assert found == {"value"}, _gone("value of scale_by_polyak", "_missing")
+    found = judge.required_arguments(error.value)
+    assert found == {"value"}, _gone("value of scale_by_polyak", "required_arguments")
 
 
 def test_masked_nodes():

@@ -118,7 +118,7 @@ def test_a_dense_leaf_that_is_moved_by_rows_of_the_table():
         return updates | {"heights": updates["table"][:, 0]}, state
 
     params = PARAMS | {"heights": jnp.zeros(50)}
-    with pytest.raises(ValueError, match="update of a dense leaf has rows of it"):
+    with pytest.raises(ValueError, match="dense leaf has rows of the table"):
         lazy(_user(update)).init(params)
 
 

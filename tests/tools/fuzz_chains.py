@@ -760,7 +760,7 @@ def judged(chain):
     """The verdict, read from the program, and the oracle, which runs it, agree."""
     leaves, treedef = trees.flatten(parameters())
     specs, table = tuple(map(trees.to_spec, leaves)), sorted(SHAPES).index("table")
-    verdict = separability.of_tables(build(chain), treedef, specs, (table,))
+    verdict = separability.judge(build(chain), treedef, specs, (table,))
     refused = verdict.refused
     tx = build(with_trees(chain))
     by_table, shared = probe.failures(tx, treedef, specs, (table,))

@@ -35,7 +35,7 @@ import optax
 
 from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy import separability, state_leaves
+from sparsejax.optim._lazy import judge, separability, state_leaves
 
 
 ROWS = 160  # enough for optimizers that factor matrices of 128 rows and columns
@@ -63,7 +63,7 @@ def failures(
     Raises:
       Whatever `tx` raises on such trees.
     """
-    with separability.jax_defaults(), np.errstate(all="ignore"):
+    with judge.jax_defaults(), np.errstate(all="ignore"):
         with jax.debug_nans(False), jax.debug_infs(False):
             try:
                 return _failures(tx, treedef, specs, tables, {})
@@ -77,9 +77,9 @@ def failures(
 def _failures(tx, treedef, specs, tables, extra_args):
     small = small_tree(specs, tables)
     found = state_leaves.find(tx.init, treedef, small, tables)
-    reasons = {t: why for t, (why, _) in found.blocked.items()}
-    # A short run does not show their effect.
-    reasons |= {t: str(r) for t, r in separability.refused_by_type(found).items()}
+    # A short run does not show the effect of some.
+    refused = separability.refused_by_state(tx, found)
+    reasons = {t: str(reason) for t, reason in refused.items()}
     tables = [t for t in tables if t not in reasons]
     if not tables:
         return reasons, None

@@ -139,7 +139,7 @@ def _requested(tables: Any, params: Any, specs: Sequence[Any]) -> tuple[int, ...
 
 
 def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Plan:
-    verdict = separability.of_leaves(tx, treedef, specs, tables)
+    verdict = separability.judge(tx, treedef, specs, tables)
     refused = {i: str(reason) for i, reason in verdict.refused.items()}
     recurrences: dict[int, Recurrence] = {}
     by_step: dict[Any, Recurrence] = {}

@@ -28,8 +28,8 @@ from jax.core import Tracer
 from sparsejax import _compat, _primitives
 from sparsejax._rows import indexing
 from sparsejax.optim import _trees as trees
-from sparsejax.optim._lazy import row_program, separability
-from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
+from sparsejax.optim._lazy.judge import Update
+from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction, Runner
 
 
 # Step counts, and other numbers, at which functions are compared.
@@ -105,7 +105,7 @@ class Program:
         # Without extra arguments, whose values at future steps are not known.
         alone = lambda updates, state, params=None: tx.update(updates, state, params)
         alone = optax.GradientTransformation(tx.init, alone)
-        self.of = of = separability.Update(alone, treedef, specs, tables)
+        self.of = of = Update(alone, treedef, specs, tables)
         self.program = of.trace(of.one_row)
         self.arguments = of.arguments()
         self.start = len(self.arguments) - len(of.state)  # of the state
@@ -152,7 +152,8 @@ class Program:
                     self.refused.setdefault(x.table, error)
             return [_unknown(x.path[-1], x.path[-1].outvars[0].aval) for x in group]
 
-        outs: list[Any] = row_program.run(*self.program, args, reduce, _raise)
+        runner = _Numbers(reduce)
+        outs: list[Any] = list(map(runner.value, runner.run(*self.program, args)))
         for table in self.of.tables:
             places = [k for k, owner in enumerate(self.owners) if owner == table]
             for k, (x, _) in zip(places, run(table, [outs[k] for k in places])):
@@ -226,10 +227,6 @@ class Program:
                 return lambda x, ahead: x + jnp.asarray(ahead).astype(x.dtype)
         path = self.of.paths[k]
         raise NotByRows(f"its state {path} is not a constant, nor a count of steps")
-
-
-def _raise(fault: NotByRows) -> None:
-    raise fault
 
 
 def evaluate(function: Callable, *args: Any) -> Any:
@@ -322,6 +319,23 @@ def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[in
 
 
 # ------------------------------------------------------------------ one coordinate
+
+
+class _Numbers(Runner):
+    """Computes constants at once; what is the same in all rows is a node, too."""
+
+    def shared(self, eqn: Any, values: list[Any]) -> list[Any]:
+        body = _primitives.called(eqn)
+        if body is not None:
+            return self.run(*body, values)
+        if any(v.aval.shape[:1] == (1,) for v in eqn.outvars):
+            return self.nodes(eqn, values, None)
+        if any(isinstance(x, Node) for x in values):  # of a dense leaf with one row
+            return [_unknown(eqn, v.aval) for v in eqn.outvars]
+        if any(isinstance(x, Tracer) for x in values):
+            return super().shared(eqn, values)
+        with jax.ensure_compile_time_eval():
+            return super().shared(eqn, values)
 
 
 def _on_coordinate(

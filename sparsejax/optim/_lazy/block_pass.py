@@ -71,11 +71,6 @@ class Program:
         jaxpr = self.jaxpr.replace(outvars=outs)
         return Program(jaxpr, self.consts, (self._key, tuple(kept)))
 
-    @property
-    def has_branches(self) -> bool:
-        """Returns True if it has conditionals."""
-        return any(eqn.primitive.name == "cond" for eqn in self.jaxpr.eqns)
-
     def depends(self, result: int, argument: int) -> bool:
         """Returns True if a result is computed from an argument, by their numbers."""
         users = {v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)}

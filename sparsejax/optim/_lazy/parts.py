@@ -25,9 +25,7 @@ def _folder(file: str | None) -> str:
 _OPTAX, _OPTIM = _folder(optax.__file__), _folder(os.path.dirname(__file__))
 _JAX = _folder(jax.__file__), _folder(jaxlib.__file__)
 # Frames of the user who called `lazy` come before the frames of these files.
-_TRACERS = tuple(
-    _folder(__file__) + f"{n}.py" for n in ("separability", "state_leaves")
-)
+_TRACERS = tuple(_folder(__file__) + f"{n}.py" for n in ("judge", "state_leaves"))
 # The functions of a transformation, as optax calls them.
 _UPDATE = re.compile(r"(\w+_)?(update|init)(_fn)?(_kwargs|_with_arg|_without_arg)?")
 

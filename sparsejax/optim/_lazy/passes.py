@@ -27,8 +27,8 @@ import jax.numpy as jnp
 from sparsejax import _arguments, _compat
 from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
 from sparsejax._rows.order_after import order_after
-from sparsejax.optim._lazy import block_pass, row_program
-from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction
+from sparsejax.optim._lazy import block_pass
+from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction, Runner
 from sparsejax.optim._lazy.step import Step
 
 
@@ -174,15 +174,10 @@ def run(
 
     try:
         jaxpr, consts = _compat.trace(update, *(node.aval for node in inputs))
-        outs = row_program.run(jaxpr, consts, inputs, reduce)
+        runner = Runner(reduce)
+        outs = map(runner.value, runner.run(jaxpr, consts, inputs))
         updates, new_state = jax.tree.unflatten(out_treedef, outs)
         new_leaves = state_treedef.flatten_up_to(new_state)
-        for i, u in enumerate(updates):
-            if i not in tables:
-                updates[i] = jax.tree.map(row_program.without_rows, u)
-        for k, owner in enumerate(owners):
-            if owner is None:
-                new_leaves[k] = row_program.without_rows(new_leaves[k])
         for i, table in tables.items():
             if not isinstance(updates[i], (Node, jax.Array)):
                 raise NotByRows("an update that is not an array")

@@ -14,18 +14,16 @@ In the end the nodes of the outputs determine the function of one row: a
 `RowFunction` of the row's gradient, weights and state and of some global values. It can
 then be run over blocks of rows that stay in the cache, see `block_pass`.
 
-Any other use of rows raises `NotByRows`; `lazy` then runs the transformation on all
-rows at once.
+That a program works row by row is proved before it is run, by the same walk, see
+`judge`.
 """
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 
 from sparsejax import _compat, _primitives
 
@@ -69,7 +67,7 @@ class Node:
     """A value with one entry per row of a table, not computed yet.
 
     Args:
-      table: which table; None if the entries are the same in all rows.
+      table: which table; None in a program that is only judged, see `judge.Judge`.
       aval: its type, with a first axis of length 1 instead of the rows.
       step: the equation that computes it; None for an input.
       index: which output of that equation.
@@ -90,10 +88,11 @@ class Reduction:
       table: which table.
     """
 
-    __slots__ = ("node", "path", "table", "value")
+    __slots__ = ("node", "path", "table", "aval", "value")
 
     def __init__(self, node: Node, path: tuple[Any, ...]):
         self.node, self.path, self.table, self.value = node, path, node.table, None
+        self.aval = path[-1].outvars[0].aval
 
     @property
     def kind(self) -> str:
@@ -105,7 +104,16 @@ class Reduction:
         return tuple(self.path[-1].params["axes"])
 
 
-class _Step:
+class Shared:
+    """A value that is not known, of a program that is only judged."""
+
+    __slots__ = ("aval", "step")
+
+    def __init__(self, aval: Any, step: Any = None):
+        self.aval, self.step = aval, step
+
+
+class Step:
     """An equation on nodes; `number` is its place in the program."""
 
     __slots__ = ("path", "inputs", "number")
@@ -186,7 +194,7 @@ class RowFunction:
             names[id(step)] = "step", k
             params = tuple(sorted(step.eqn.params.items()))
             steps.append((step.eqn.primitive, params, *map(name, step.inputs)))
-        types = *(x.aval for x in rows), *map(jax.typeof, self.operands)
+        types = *(x.aval for x in rows), *map(type_of, self.operands)
         return types, tuple(steps), tuple(map(name, self.outputs))
 
     def is_linear(self, gradient: Node) -> bool:
@@ -217,305 +225,107 @@ class RowFunction:
         return all(of(x) for x in self.outputs)
 
 
-def run(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    reduce: Callable[[list[Reduction]], list[jax.Array]],
-    report: Callable[[NotByRows], None] | None = None,
-) -> list[Any]:
+class Runner:
     """Runs a program whose arguments are values and nodes.
 
     Args:
-      jaxpr: an open jaxpr.
-      consts: its constants.
-      args: its arguments.
       reduce: computes reductions of one table.
-      report: is called with each fault, to look for more; then the results mean
-        nothing. None raises the first fault.
-
-    Returns:
-      The outputs: values, or nodes.
-
-    Raises:
-      NotByRows: the program cannot be split.
-    """
-    runner = _Runner(reduce, report)
-    outs = runner.run(jaxpr, consts, args)
-    return [x if _has_rows(x) else runner.value(x) for x in outs]
-
-
-class Split(NamedTuple):
-    """A program in three pieces: functions of a row, reductions, and global values.
-
-    Attributes:
-      outputs: of the program: nodes, or values of a trace that is over.
-      reductions: over rows, in the order of their placeholders in `shared`.
-      shared: an open jaxpr of the arguments and outputs that are not nodes, with a
-        `placeholder` equation for each reduction.
     """
 
-    outputs: list[Any]
-    reductions: list[Reduction | None]
-    shared: Any
-
-
-def split(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    report: Callable[[NotByRows], None] | None = None,
-) -> Split:
-    """Splits a program without running it.
-
-    Args:
-      jaxpr: an open jaxpr.
-      consts: its constants.
-      args: its arguments: nodes, and types of values.
-      report: see `run`.
-    """
-    outputs: list[Any] = []
-    reductions: list[Reduction | None] = []
-
-    def reduce(group):
-        reductions.extend(group)
-        return [_compat.placeholder(r.path[-1].outvars[0].aval) for r in group]
-
-    def shared(*values):
-        values = iter(values)
-        ins = [x if isinstance(x, Node) else next(values) for x in args]
-        outputs[:] = run(jaxpr, consts, ins, reduce, report)
-        return [x for x in outputs if not isinstance(x, Node)]
-
-    types = (x for x in args if not isinstance(x, Node))
-    return Split(outputs, reductions, _compat.trace(shared, *types)[0])
-
-
-class _Runner:
-    def __init__(self, reduce, report=None):
-        self._reduce, self._report = reduce, report
-        self._pending = []
+    def __init__(self, reduce: Callable[[list[Reduction]], list[jax.Array]]):
+        self._reduce = reduce
+        self._pending: list[Reduction] = []
         self._number = itertools.count()
-        self._path = ()  # the equations whose programs are being run
+        self.path: tuple[Any, ...] = ()  # the equations whose programs are being run
 
-    def value(self, x: Any) -> Any:
-        """Returns a global value, computed now if it is not known yet."""
-        if isinstance(x, Reduction):
-            if x.value is None:
-                group = [r for r in self._pending if r.table == x.table]
-                self._pending = [r for r in self._pending if r.table != x.table]
-                for r, value in zip(group, self._reduce(group)):
-                    r.value = value
-            return x.value
-        return without_rows(x)
-
-    def run(self, jaxpr, consts, args):
-        env = dict(zip(jaxpr.constvars, consts))
-        env.update(zip(jaxpr.invars, args))
-
-        def read(v):
-            return v.val if isinstance(v, _compat.Literal) else env[v]
-
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """Returns the outputs: values, nodes or reductions."""
+        env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args)))
+        path = self.path
         for eqn in jaxpr.eqns:
-            outer, self._path = self._path, (*self._path, eqn)
-            ins = [read(v) for v in eqn.invars]
-            try:
-                outs = self.step(eqn, ins)
-            except NotByRows as fault:
-                fault.path = fault.path or self._path
-                fault.tables = fault.tables or _tables(ins)
-                if self._report is None:
-                    raise
-                self._report(fault)
-                outs = self._without_meaning(eqn, fault.tables)
-            finally:
-                self._path = outer
-            env.update(zip(eqn.outvars, outs))
-        return [read(v) for v in jaxpr.outvars]
+            self.path = (*path, eqn)
+            env.update(zip(eqn.outvars, self.step(eqn, _read(env, eqn.invars))))
+        self.path = path
+        return _read(env, jaxpr.outvars)
 
-    def _without_meaning(self, eqn, tables):
-        """Returns outputs of the right types, after a fault."""
-        step = _Step(self._path, [], next(self._number))
-        return [
-            Node(min(tables), v.aval, step, k)
-            if v.aval.shape[:1] == (1,)
-            else _compat.placeholder(v.aval)
-            for k, v in enumerate(eqn.outvars)
-        ]
-
-    def _eval(self, values):
-        """Enters the context of a global equation, in which constants are computed."""
-        if self._report is None or any(isinstance(x, Tracer) for x in values):
-            return contextlib.nullcontext()
-        return jax.ensure_compile_time_eval()
-
-    def step(self, eqn, ins):
-        name = eqn.primitive.name
-        nodes = [x for x in ins if isinstance(x, Node)]
-        by_row = [x for x in nodes if x.table is not None]
-        makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
-        body = _primitives.called(eqn)
-        if body is not None and (nodes or (makes_rows and name in _primitives.JITS)):
+    def step(self, eqn: Any, ins: list[Any]) -> list[Any]:
+        """Runs an equation."""
+        name, body = eqn.primitive.name, _primitives.called(eqn)
+        tables = tables_of(x for x in ins if isinstance(x, Node))
+        if not tables:
+            return self.shared(eqn, list(map(self.value, ins)))
+        if body is not None:
             return self.run(*body, ins)
-        reduces_rows = name in REDUCTIONS and 0 in eqn.params["axes"]
-        if reduces_rows and (by_row or (nodes and self._report)):
-            self._pending.append(Reduction(nodes[0], self._path))
-            return [self._pending[-1]]
-        if not by_row and not (makes_rows and _is_uniform(eqn, ins)):
-            if self._report and (name == "neg" or (nodes and name in LINEAR)):
-                # A function of rows that is run on random numbers knows the sign.
-                ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
-                step = _Step(self._path, ins, next(self._number))
-                return [Node(None, eqn.outvars[0].aval, step)]
-            values = [self.value(x) for x in ins]
-            with _compat.equation_context(eqn), self._eval(values):
-                return _compat.bind(eqn, values)
-        if name == "cond" and self._report:  # looks for faults in all branches
-            return self._cond_at_once(eqn, ins)
-        tables = {x.table for x in by_row}
+        if name == "cond":
+            return self.cond(eqn, ins)
         if len(tables) > 1:
             raise NotByRows(f"{name} of rows of two tables")
-        table = tables.pop() if tables else None
-        if name == "cond":
-            return self._cond(eqn, ins, table)
-        if not _keeps_rows(eqn, ins):
-            raise NotByRows(f"{name} of rows", is_proved=False)
-        # A reduction is computed before a row uses it.
-        ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
-        step = _Step(self._path, ins, next(self._number))
+        if name in REDUCTIONS and 0 in eqn.params["axes"]:
+            self._pending.append(Reduction(ins[0], self.path))
+            return self._pending[-1:]
+        return self.nodes(eqn, list(map(self.value, ins)), min(tables))
+
+    def shared(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """Computes an equation that has nothing to do with rows."""
+        with _compat.equation_context(eqn):
+            return _compat.bind(eqn, values)
+
+    def nodes(self, eqn: Any, ins: list[Any], table: int | None) -> list[Any]:
+        """Returns the outputs of an equation as nodes."""
+        step = Step(self.path, ins, next(self._number))
         return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
 
-    def _cond(self, eqn, ins, table):
-        """Evaluates a conditional on something global, with rows among its operands.
+    def value(self, x: Any) -> Any:
+        """Returns a value or a node; computes a reduction."""
+        if not isinstance(x, Reduction):
+            return x
+        if x.value is None:
+            group = [r for r in self._pending if r.table == x.table]
+            self._pending = [r for r in self._pending if r.table != x.table]
+            for r, value in zip(group, self._reduce(group)):
+                r.value = value
+        return x.value
 
-        Its outputs that have rows come from one equation on nodes. Its global outputs
-        come from another conditional, without the rows.
-        """
-        index, *ins = [self.value(x) if isinstance(x, Reduction) else x for x in ins]
-        if isinstance(index, Node):
-            raise NotByRows("cond on rows")
-        bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
-        if any(map(_reduces_rows, bodies)):
-            return self._cond_at_once(eqn, [index, *ins])
-        values = [x for x in ins if not isinstance(x, Node)]
-        by_row = set()
+    def cond(self, eqn: Any, ins: Sequence[Any]) -> list[Any]:
+        """Evaluates all branches, and chooses among their results.
 
-        def branch(jaxpr, consts):
-            def run(*values):
-                values = iter(values)
-                args = [x if isinstance(x, Node) else next(values) for x in ins]
-                runner = _Runner(_refuse)
-                runner._path = self._path
-                return runner.run(jaxpr, consts, args)
-
-            return run
-
-        def is_of_rows(x):
-            return isinstance(x, Node) and x.table is not None
-
-        branches = [branch(*body) for body in bodies]
-        for run in branches:  # traced only to see which outputs are of rows
-
-            def look(*values, run=run):
-                by_row.update(k for k, x in enumerate(run(*values)) if is_of_rows(x))
-
-            jax.eval_shape(look, *values)
-
-        def rest(run):
-            def of(*values):
-                outs = enumerate(run(*values))
-                return [without_rows(x) for k, x in outs if k not in by_row]
-
-            return of
-
-        whole = iter(())
-        if len(by_row) < len(eqn.outvars):
-            whole = iter(
-                jax.lax.switch(index, [rest(run) for run in branches], *values)
-            )
-        step = _Step(self._path, [index, *ins], next(self._number))
-        return [
-            Node(table, v.aval, step, k) if k in by_row else next(whole)
-            for k, v in enumerate(eqn.outvars)
-        ]
-
-    def _cond_at_once(self, eqn, ins):
-        """Evaluates all branches of a conditional that reduce rows, and chooses one.
-
-        So their reductions share a pass over the rows with those outside of it.
+        So their reductions share a pass over the rows with those outside of them.
         """
         index, *ins = ins
-        index = self.value(index) if isinstance(index, Reduction) else index
-        if isinstance(index, Node):
+        if isinstance(index, Node) and index.table is not None:
             raise NotByRows("cond on rows")
-        bodies = [_compat.open_jaxpr(body) for body in eqn.params["branches"]]
-        results = [self.run(jaxpr, consts, ins) for jaxpr, consts in bodies]
+        bodies = map(_compat.open_jaxpr, eqn.params["branches"])
+        choose = lambda which, *cases: [jax.lax.select_n(which, *cases)]
         outs = []
-        for cases in zip(*results):
-            if not any(isinstance(x, Node) for x in cases):
-                cases = [self.value(x) for x in cases]
-                with _compat.equation_context(eqn):
-                    outs.append(jax.lax.select_n(index, *cases))
+        for cases in zip(*[self.run(*body, ins) for body in bodies]):
+            if all(x is cases[0] for x in cases):
+                outs.append(cases[0])
                 continue
-            types = [x.aval if isinstance(x, Node) else jax.typeof(x) for x in cases]
-            choose = lambda which, *xs: [jax.lax.select_n(which, *xs)]
-            jaxpr, consts = _compat.trace(choose, index, *types)
-            outs += self.run(jaxpr, consts, [index, *cases])
+            program = _compat.trace(choose, *map(type_of, (index, *cases)))
+            outs += self.run(*program, [index, *cases])
         return outs
 
 
-def _reduces_rows(body: tuple[Any, Any]) -> bool:
-    """Returns True if a program reduces a first axis, which may run over rows."""
-    jaxpr, _ = body
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in REDUCTIONS and 0 in eqn.params["axes"]:
-            return True
-        inner = _primitives.called(eqn)
-        if inner is not None and _reduces_rows(inner):
-            return True
-    return False
+def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
+    return [v.val if isinstance(v, _compat.Literal) else env[v] for v in variables]
 
 
-def _refuse(group):
-    raise NotByRows("a reduction of rows in a branch")
+def type_of(x: Any) -> Any:
+    """Returns the type of a value, or of what stands for one."""
+    return x.aval if isinstance(x, (Node, Shared, Reduction)) else jax.typeof(x)
 
 
-def without_rows(x: Any) -> Any:
-    """Returns the value of a node that all rows share, such as a bias of shape [1]."""
-    if not isinstance(x, Node):
-        return x
-    if x.table is not None:
-        raise NotByRows("a dense leaf that depends on single rows")
-    function = RowFunction([x], [])
-    return function([], function.operands)[0]
+def tables_of(xs: Iterable[Any]) -> frozenset[int]:
+    """Returns the tables whose rows values have, or are reduced from."""
+    tables = (x.table for x in xs if isinstance(x, (Node, Reduction)))
+    return frozenset(t for t in tables if t is not None)
 
 
 # ------------------------------------------------------------------ primitives
 
 
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Node) and x.aval.shape[:1] == (1,)
-
-
-def _tables(xs: Sequence[Any]) -> frozenset[int]:
-    nodes = (x for x in xs if isinstance(x, (Node, Reduction)))
-    return frozenset(x.table for x in nodes if x.table is not None)
-
-
 def _is_literal(x: Any) -> bool:
-    return not isinstance(x, (Node, jax.Array)) and np.ndim(x) == 0
-
-
-def _is_uniform(eqn: Any, ins: Sequence[Any]) -> bool:
-    """Returns True if an output `[1, ...]` would be the same in all rows."""
-    if eqn.primitive.name == "broadcast_in_dim":
-        dims = eqn.params["broadcast_dimensions"]
-        return 0 not in dims or isinstance(ins[0], Node)
-    return any(isinstance(x, Node) for x in ins) and _keeps_rows(eqn, ins)
-
-
-def _keeps_rows(eqn: Any, ins: Sequence[Any]) -> bool:
-    return row_params(eqn, list(map(_has_rows, ins))) is not None
+    return not isinstance(x, (Node, Shared, Reduction, jax.Array)) and np.ndim(x) == 0
 
 
 def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
@@ -562,10 +372,11 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
         has_rows = rows[0] if rows else False
         if has_rows and dims[:count] != tuple(range(count)):
             return None
-        dims = dims[count:] if has_rows else dims
-        if any(k < count for k in dims):
+        # All rows get the same from an axis of length 1.
+        is_kept = lambda k, size: k >= count or (size != 1 and not has_rows)
+        dims = tuple(k - count for k, size in zip(dims, *shapes) if is_kept(k, size))
+        if any(k < 0 for k in dims):
             return None
-        dims = tuple(k - count for k in dims)
         return {**params, "broadcast_dimensions": dims, "shape": shape[count:]}
     if rows != [True]:
         return None
