@@ -447,9 +447,6 @@ def _draw(
     number is not large, since the exponential of a decay may be taken.
     """
     shape, dtype = (_DRAWS, *aval.shape), aval.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        with jax.ensure_compile_time_eval():
-            return jax.random.split(jax.random.key(0), shape)
     if jnp.issubdtype(dtype, np.bool_):
         flags = rng.random(shape) < 0.5
         flags[0], flags[1] = False, True

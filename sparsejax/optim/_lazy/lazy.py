@@ -136,10 +136,11 @@ def lazy(
         for table, reason in verdict.refused.items():
             is_stack = table in step.stacks
             raise separability.refused(step.path(table), reason, is_stack)
-        flat = step.flat(verdict.owners, verdict.state)  # one table for each stack
+        step = step.with_owners(verdict.owners, verdict.state)
+        flat = step.flat()  # one table for each stack
         new = passes.run(inner, flat, extra_args) if check else None
         if new is None:  # outside of jit, without params, or check=False
             new = gather_scatter.run(inner, flat, extra_args)
-        return step.restore(verdict.owners, *new)
+        return step.restore(*new)
 
     return trees.transformation(init, update)

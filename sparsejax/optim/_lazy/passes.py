@@ -151,7 +151,7 @@ def run(
     for i, row_passes in passes.items():
         followers = {k: state[k] for k, owner in enumerate(owners) if owner == i}
         tables[i] = _Table(grads[i], row_passes, weights[i], followers, i, programs)
-    inputs = [node for table in tables.values() for node in table.nodes()]
+    inputs = [node for table in tables.values() for node in table.nodes]
     out_treedef = None
 
     def update(*rows):
@@ -235,96 +235,80 @@ class _Table:
         self.gradient = Node(index, row(grad))
         self.weight = Node(index, row(weights))
         self.follower = {k: Node(index, row(x)) for k, x in state.items()}
-
-    def nodes(self) -> list[Node]:
-        return [self.gradient, self.weight, *self.follower.values()]
-
-    def _arrays(self) -> list[tuple[Node, Any]]:
-        return [
-            (self.weight, self.weights),
-            *((self.follower[k], x) for k, x in self.state.items()),
-        ]
+        self.arrays = {self.weight: weights}
+        self.arrays |= {self.follower[k]: x for k, x in state.items()}
+        self.nodes = [self.gradient, *self.arrays]
 
     def reduce(self, group, fresh) -> list[jax.Array]:
         """Reduces functions of the rows."""
-        function = RowFunction([r.node for r in group], self.nodes())
-        read = [(n, x) for n, x in self._arrays() if n in function.inputs]
-        others = []
-        if read:
-            leaves = fresh()
-            place = {id(self.follower[k]): leaves[k] for k in self.state}
-            zero = jnp.zeros(self.weight.aval.shape, self.weights.dtype)
-            others = [place.get(id(node), zero) for node, _ in read]
-        traced = self._trace(function, [n for n, _ in read], lambda rows, outs: outs)
+        function = RowFunction([r.node for r in group], self.nodes)
+        read = {n: x for n, x in self.arrays.items() if n in function.inputs}
+        leaves = fresh() if read else []
+        zero = jnp.zeros(self.weight.aval.shape, self.weights.dtype)
+        untouched = {n: leaves[k] for k, n in self.follower.items() if n in read}
         return self.passes.reduce(
-            [x for _, x in read],
-            others,
+            list(read.values()),
+            [untouched.get(n, zero) for n in read],
             function.operands,
-            traced,
+            self._trace(function, list(read)),
             [(r.kind, r.axes) for r in group],
         )
 
     def finish(self, update: Any, new: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
         """Returns the update of the table, and the leaves of the state that changed."""
         new = {k: x for k, x in new.items() if x is not self.follower[k]}
-        function = RowFunction([update, *new.values()], self.nodes())
+        function = RowFunction([update, *new.values()], self.nodes)
+        operands = function.operands
         if not new and function.is_linear(self.gradient):
-            operands = function.operands
-            scaled = self.passes.scale(
-                lambda row: function([row[None]], operands)[0][0]
-            )
+            change = lambda row: function([row[None]], operands)[0][0]
+            scaled = self.passes.scale(change)
             if scaled is not None:
                 return scaled, {}
-        written = [self.follower[k] for k in new]
-        read = [
-            (n, x)
-            for n, x in self._arrays()
-            if n is self.weight or n in function.inputs or n in written
-        ]
-        nodes = [n for n, _ in read]
-
-        def outputs(rows, outs):
-            change, *state = outs
-            return _add(rows[id(self.weight)], change), *state, change
-
-        writes = [nodes.index(n) for n in (self.weight, *written)]
-        traced = self._trace_once(function, nodes, outputs)
-        tables = [x for _, x in read]
+        written = [self.weight, *(self.follower[k] for k in new)]
+        used = [*written, *function.inputs]
+        read = {n: x for n, x in self.arrays.items() if n in used}
+        nodes = list(read)
+        writes = [nodes.index(n) for n in written]
+        program = self._trace(function, nodes, adds_to=writes[0])
         (table, *state), out = self.passes.update(
-            tables, function.operands, traced, writes
+            list(read.values()), operands, program, writes
         )
         return with_known_sum(out, self.weights, table), dict(zip(new, state))
 
-    def _trace_once(self, function: RowFunction, nodes, outputs) -> block_pass.Program:
-        """Calls `_trace`, or reuses the result of an earlier table's equal function."""
-        key = function.key([self.gradient, *nodes]), nodes.index(self.weight)
-        try:
-            traced = self.programs.get(key)
-        except TypeError:  # a parameter that cannot be hashed
-            return self._trace(function, nodes, outputs)
-        if traced is None:
-            traced = self._trace(function, nodes, outputs, key)
-            self.programs[key] = traced
-        return traced
-
     def _trace(
-        self,
-        function: RowFunction,
-        nodes: Sequence[Node],
-        outputs: Callable,
-        key: Any = None,
+        self, function: RowFunction, nodes: Sequence[Node], adds_to: int | None = None
     ) -> block_pass.Program:
-        """Traces the function: a program `(gradient, *nodes, *operands)` of one row."""
-        count = len(nodes) + 1
+        """Traces the function: a program `(gradient, *nodes, *operands)` of one row.
+
+        The program of an earlier table with an equal function is used again.
+
+        Args:
+          function: of a row.
+          nodes: the rows that are read.
+          adds_to: the number of the node to which the first output is added; then the
+            program returns this sum, the other outputs, and the first one.
+        """
+        rows = [self.gradient, *nodes]
+        key: Any = function.key(rows), adds_to
+        try:
+            if key in self.programs:
+                return self.programs[key]
+        except TypeError:  # a parameter that cannot be hashed
+            key = None
 
         def program(*args):
-            rows = {id(n): x for n, x in zip([self.gradient, *nodes], args)}
-            ins = [rows[id(n)] for n in function.inputs]
-            return list(outputs(rows, function(ins, args[count:])))
+            values = dict(zip(rows, args))
+            ins = [values[n] for n in function.inputs]
+            outs = function(ins, args[len(rows) :])
+            if adds_to is None:
+                return outs
+            change, *state = outs
+            return [_add(values[nodes[adds_to]], change), *state, change]
 
-        specs = [n.aval for n in (self.gradient, *nodes)]
+        specs = [n.aval for n in rows]
         specs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in function.operands]
-        return block_pass.Program(*_compat.trace(program, *specs), key)
+        traced = block_pass.Program(*_compat.trace(program, *specs), key)
+        return self.programs.setdefault(key, traced) if key else traced
 
 
 def _add(rows: jax.Array, change: jax.Array) -> jax.Array:

@@ -103,6 +103,7 @@ def find(
         after, treedef_after = jax.tree.flatten(state)
         return after if treedef_after == structure else None
 
+    by = lambda t, k: grown(t) is None or grown(t)[k].shape != before[k][1].shape
     after = grown(*arrays) or grown(*tables)
     if before and after is None:
         why = "the structure of its state depends on the number of rows"
@@ -111,34 +112,25 @@ def find(
         none = (None,) * len(before), (False,) * len(before)
         return StateLeaves(none[0], blocked, state, none[1], program)
 
-    blocked: dict[int, tuple[str, int | None]] = {}
-    owners, leaf_of = [], {extra: leaf for leaf, extra in more.items()}
+    owners, blocked, leaf_of = [], {}, {extra: leaf for leaf, extra in more.items()}
+    for k, ((path, old), new) in enumerate(zip(before, after or ())):
+        extra = new.shape[0] - old.shape[0] if old.shape and new.shape else 0
+        owner = leaf_of.get(extra)
+        if owner is not None and not _follows(old, new, specs[owner], extra):
+            owner = None
+        owners.append(owner if owner in tables else None)
+        if owner is None and old.shape != new.shape:
+            for t in (t for t in tables if by(t, k)):
+                blocked[t] = (
+                    f"its state leaf {jax.tree_util.keystr(path) or '(all of it)'} of "
+                    f"shape {list(old.shape)} becomes {list(new.shape)} when the "
+                    f"table has {more[t]} more rows, so it does not have one row per "
+                    "row of the table",
+                    k,
+                )
     by_leaf = tuple(
         old.shape != new.shape for (_, old), new in zip(before, after or ())
     )
-    for k, ((path, old), new) in enumerate(zip(before, after or ())):
-        owner = None
-        if by_leaf[k]:
-            extra = new.shape[0] - old.shape[0] if old.shape and new.shape else 0
-            owner = leaf_of.get(extra)
-            if owner is not None and not _follows(old, new, specs[owner], extra):
-                owner = None
-            if owner is None:
-                changes = {b - a for a, b in zip(old.shape, new.shape)}
-                faulty = [leaf_of[c] for c in changes if c in leaf_of]
-                if len(old.shape) != len(new.shape) or not faulty:
-                    faulty = [t for t in tables if _changes(old, grown(t), k)]
-                for t in faulty:
-                    blocked[t] = (
-                        "its state leaf "
-                        f"{jax.tree_util.keystr(path) or '(all of it)'} of shape "
-                        f"{list(old.shape)} becomes {list(new.shape)} when the "
-                        f"table has {more[t]} more rows, so it does not have "
-                        "one row per row of the table",
-                        k,
-                    )
-        owners.append(owner if owner in tables else None)
-    blocked = {t: reason for t, reason in blocked.items() if t in tables}
     return StateLeaves(tuple(owners), blocked, state, by_leaf, program)
 
 
@@ -184,10 +176,6 @@ def _grow(specs: Sequence[Any], more: dict[int, int]) -> list[Any]:
         rows = (size + extra for size in shape[:count])
         grown[i] = trees.reshaped(specs[i], (*rows, *shape[count:]))
     return grown
-
-
-def _changes(old: Any, grown: list[Any] | None, k: int) -> bool:
-    return grown is None or grown[k].shape != old.shape
 
 
 def _follows(old: Any, new: Any, table: Any, extra: int) -> bool:

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
-from sparsejax._rows import SelectedRows, is_selected_rows
+from sparsejax._rows import RowTable, SelectedRows, is_selected_rows
 from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import state_leaves
 
@@ -38,8 +38,8 @@ def rows_sharding(node: Any) -> NamedSharding | None:
 
 
 def is_sharded_table(node: Any) -> bool:
-    """Returns True if the type of `node` is registered as a sharded table."""
-    return rows_sharding.dispatch(type(node)) is not rows_sharding.dispatch(object)
+    """Returns True if `node` is a ShardedTable."""
+    return isinstance(node, RowTable)
 
 
 def _is_leaf(node: Any) -> bool:

@@ -66,8 +66,8 @@ class Step(NamedTuple):
         """Returns the path of a table, for messages."""
         return trees.leaf_paths(self.treedef.unflatten(self.grads), "grads")[table]
 
-    def flat(self, owners: Sequence[int | None], expected: Any) -> "Step":
-        """Returns the same step with one table instead of each stack.
+    def with_owners(self, owners: tuple[int | None, ...], expected: Any) -> "Step":
+        """Returns the step with `owners`; raises unless the state is as expected.
 
         Args:
           owners: for each leaf of the state, the table that it follows, or None.
@@ -76,31 +76,30 @@ class Step(NamedTuple):
         checks.check_state(self.state, expected)
         row_shapes = {i: self.grads[i].row_shape for i in self.tables}
         checks.check_state_rows(self.state, owners, row_shapes)
-        step = self._replace(owners=tuple(owners))
-        if not self.stacks:
-            return step
+        return self._replace(owners=owners)
+
+    def flat(self) -> "Step":
+        """Returns the same step with one table instead of each stack."""
         weights = self.weights and list(self.weights)
         grads, (state, treedef) = list(self.grads), jax.tree.flatten(self.state)
         for i, stack in self.stacks.items():
             grads[i] = stack.unstacked()
             if weights is not None:
                 weights[i] = flat_rows(stack, weights[i])
-        for k, owner in enumerate(owners):
+        for k, owner in enumerate(self.owners):
             if owner in self.stacks:
                 state[k] = flat_rows(self.stacks[owner], state[k])
-        return step._replace(
+        return self._replace(
             grads=grads, weights=weights, state=treedef.unflatten(state)
         )
 
-    def restore(
-        self, owners: Sequence[int | None], updates: Sequence[Any], state: Any
-    ) -> tuple[Any, Any]:
+    def restore(self, updates: Sequence[Any], state: Any) -> tuple[Any, Any]:
         """Updates and new state of the flat step, with the axes of the stacks."""
         updates, (leaves, treedef) = list(updates), jax.tree.flatten(state)
         for i, grad in self.stacks.items():
             weights = self.weights and self.weights[i]
             updates[i] = restacked(updates[i], grad.stack, weights)
-        for k, owner in enumerate(owners):
+        for k, owner in enumerate(self.owners):
             if owner in self.stacks:
                 leaves[k] = stacked_rows(self.stacks[owner], leaves[k])
         return self.treedef.unflatten(updates), treedef.unflatten(leaves)
