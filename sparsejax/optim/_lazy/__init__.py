@@ -3,12 +3,12 @@
 A step with a SelectedRows gradient goes through `lazy.py`:
 
 - `step.py`: the arguments of `update` as leaves;
-- `separability.py`: decides from the traced program if the tables can be lifted, with
-  `state_leaves.py`, which leaves of the state follow a table, `row_program.py`, which
-  splits a program into functions of one row and reductions over all rows,
-  `two_programs.py`, which compares the programs of one row and of all rows, and
-  `parts.py`, which names the part of a chain that prevents it;
-- `passes.py`: inside `jit`, runs the functions of one row in passes over the rows;
+- `separability.py`: decides if the tables can be lifted. `judge.py` has the proof, from
+  the traced program, `state_leaves.py` the leaves of the state that follow a table,
+  `two_programs.py` the programs of one row and of all rows side by side, and
+  `parts.py` names the part of a chain that prevents it;
+- `passes.py`: inside `jit`, splits the program into functions of one row and reductions
+  over all rows (`row_program.py`), and runs them in passes over the rows;
   `block_pass.py` has the loops over blocks of rows;
 - `gather_scatter.py`: gathers and scatters rows of tables and state, for a step that is
   not run in passes;

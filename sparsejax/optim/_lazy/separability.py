@@ -317,6 +317,9 @@ def reason(tx: Any, fault: NotByRows) -> Reason:
     if fault.__cause__ is not None:
         enclosing = parts.of_error(fault.__cause__)
     part = enclosing[-1] if enclosing else parts.of_transformation(tx)
+    for name, why in NOT_LIFTED.values() if fault.__cause__ is not None else ():
+        if name.rpartition(".")[2] == part.name:  # its state has no rows, but buffers
+            return Reason(why, name, False)
     why = fault.why + (f" ({line})" if line else "")
     return Reason(why, part.name, not part.is_optax or not fault.is_proved)
 

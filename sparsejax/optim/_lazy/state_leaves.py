@@ -103,16 +103,20 @@ def find(
         after, treedef_after = jax.tree.flatten(state)
         return after if treedef_after == structure else None
 
-    by = lambda t, k: grown(t) is None or grown(t)[k].shape != before[k][1].shape
+    def changes(table: int, leaf: int) -> bool:
+        after = grown(table)
+        return after is None or after[leaf].shape != before[leaf][1].shape
+
+    blocked: dict[int, tuple[str, int | None]] = {}
     after = grown(*arrays) or grown(*tables)
     if before and after is None:
         why = "the structure of its state depends on the number of rows"
         alone = [t for t in tables if grown(t) is None]
-        blocked = dict.fromkeys(alone or tables, (why, None))
+        blocked |= dict.fromkeys(alone or tables, (why, None))
         none = (None,) * len(before), (False,) * len(before)
         return StateLeaves(none[0], blocked, state, none[1], program)
 
-    owners, blocked, leaf_of = [], {}, {extra: leaf for leaf, extra in more.items()}
+    owners, leaf_of = [], {extra: leaf for leaf, extra in more.items()}
     for k, ((path, old), new) in enumerate(zip(before, after or ())):
         extra = new.shape[0] - old.shape[0] if old.shape and new.shape else 0
         owner = leaf_of.get(extra)
@@ -120,7 +124,7 @@ def find(
             owner = None
         owners.append(owner if owner in tables else None)
         if owner is None and old.shape != new.shape:
-            for t in (t for t in tables if by(t, k)):
+            for t in (t for t in tables if changes(t, k)):
                 blocked[t] = (
                     f"its state leaf {jax.tree_util.keystr(path) or '(all of it)'} of "
                     f"shape {list(old.shape)} becomes {list(new.shape)} when the "
