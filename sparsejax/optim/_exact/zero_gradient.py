@@ -330,12 +330,17 @@ class _Numbers(Runner):
             return self.run(*body, values)
         if any(v.aval.shape[:1] == (1,) for v in eqn.outvars):
             return self.nodes(eqn, values, None)
-        if any(isinstance(x, Node) for x in values):  # of a dense leaf with one row
-            return [_unknown(eqn, v.aval) for v in eqn.outvars]
+        values = [_of_no_row(x) if isinstance(x, Node) else x for x in values]
         if any(isinstance(x, Tracer) for x in values):
             return super().shared(eqn, values)
         with jax.ensure_compile_time_eval():
             return super().shared(eqn, values)
+
+
+def _of_no_row(node: Node) -> Any:
+    """Computes what is the same in all rows."""
+    function = RowFunction([node], [])
+    return function([], function.operands)[0]
 
 
 def _on_coordinate(

@@ -107,6 +107,11 @@ class Update:
             *(self.followers.get(k, s) for k, s in enumerate(self.state)),
         ]
 
+    def nodes(self, table: int) -> list[Node]:
+        """Returns the arguments that are rows of a table."""
+        followers = (x for x in self.followers.values() if x.table == table)
+        return [self.gradient[table], self.weights[table], *followers]
+
     def trace(self, rows: Mapping[int, tuple[int, ...]]) -> tuple[Any, list[Any]]:
         """Traces `tx.update`: updates of tables, state, updates of other leaves."""
         specs = [
@@ -189,9 +194,7 @@ class Judge(Runner):
             raise
         self._twins = {_key(path): eqn for path, eqn in pairs(one, many)}
         self.faults: list[NotByRows] = []
-        arguments = update.arguments()
-        self._nodes = [x for x in arguments if isinstance(x, Node)]
-        args = [x if isinstance(x, Node) else Shared(x) for x in arguments]
+        args = [x if isinstance(x, Node) else Shared(x) for x in update.arguments()]
         self.outputs = self.run(*one, args)
         self._neutral: set[Any] = set()  # functions that change no reduction
         rows = map(row_axes, one[0].outvars, many[0].outvars)
@@ -243,7 +246,8 @@ class Judge(Runner):
         outs = list(map(row_axes, eqn.outvars, twin.outvars))
         if None in (*rows, *outs):
             raise NotByRows(f"{name} of rows in another axis than the first")
-        count, has_rows = max((*rows, *outs), default=0), list(map(bool, rows))
+        count = max((k for k in (*rows, *outs) if k), default=0)
+        has_rows = list(map(bool, rows))
         one, many = eqn.params, twin.params
         if count and not any(outs) and name in REDUCTIONS:
             if not tables_of(ins):
@@ -306,7 +310,7 @@ class Judge(Runner):
         Raises:
           NotByRows: it must not be, as it is read from weights, for example.
         """
-        kind, nodes = reduction.kind, self._rows_of(reduction.table)
+        kind, nodes = reduction.kind, self.update.nodes(reduction.table)
         function = RowFunction([reduction.node], nodes)
         key = kind, *function.key(nodes)
         if key in self._neutral:  # tables of equal rows that are treated alike
@@ -363,7 +367,7 @@ class Judge(Runner):
             *(self.outputs[n + k] for k in mine),
             *(update.followers[k] for k in mine),
         ]
-        function = RowFunction(outputs, self._rows_of(table))
+        function = RowFunction(outputs, update.nodes(table))
         change, *state = self._run(function, "zero", "any")
         # A state that cannot be, like a variance below zero, gives NaN.
         valid = ~np.isnan(change)
@@ -372,9 +376,6 @@ class Judge(Runner):
             if new.astype(old.dtype).tobytes() != old.tobytes():
                 changed.append(update.paths[k])
         return changed
-
-    def _rows_of(self, table: int) -> list[Node]:
-        return [x for x in self._nodes if x.table == table]
 
     def _run(self, function: RowFunction, gradient: str, row: str) -> list[np.ndarray]:
         """Runs the function of a row for a few draws, the first axis of the results.

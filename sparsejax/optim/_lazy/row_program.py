@@ -91,8 +91,9 @@ class Reduction:
     __slots__ = ("node", "path", "table", "aval", "value")
 
     def __init__(self, node: Node, path: tuple[Any, ...]):
-        self.node, self.path, self.table, self.value = node, path, node.table, None
-        self.aval = path[-1].outvars[0].aval
+        self.node, self.path, self.aval = node, path, path[-1].outvars[0].aval
+        self.table: Any = node.table
+        self.value: Any = None
 
     @property
     def kind(self) -> str:
