@@ -147,22 +147,19 @@ class Recorded(Golden):
         names = {**self.blocks, **names}
         if code.startswith("@"):
             case = self.named(code[1:])
-            inputs, (want, *_) = (
-                self.get(case, "inputs"),
-                self.get(case, "outputs").values(),
-            )
+            inputs, outputs = self.get(case, "inputs"), self.get(case, "outputs")
+            want = next(iter(outputs.values()))
             given = {"inputs": list(inputs.values()), "shape": np.shape(want)}
             got = self.run(key, **given | case.get("params", {}) | inputs)
-            # MXNet 1 has no scalars.
-            return assert_same_kind(
-                jnp.reshape(got, -1) if np.shape(want) == (1,) else got, want
-            )
+            if np.shape(want) == (1,):  # MXNet 1 has no scalars
+                got = jnp.reshape(got, -1)
+            return assert_same_kind(got, want)
         if key.startswith("? "):
             got = eval(code, names)
         else:
             given = eval(f"dict({code})", names)
             got, names = self.run(key, **given), {**names, **given}
-        return assert_like(got, eval(*value, names))
+        return assert_like(got, eval(value[0], names))
 
     @property
     def by_hand(self) -> list[Any]:
