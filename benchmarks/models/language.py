@@ -1,10 +1,9 @@
 """A small transformer with a vocabulary of 200,000: 6,144 rows of 256, Adam."""
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.models.transformer import block, make_block, normalize
+from benchmarks.models.transformer import block, draw, make_block, sampled_loss
 
 
 WORDS, DIM, HEADS, LAYERS = 200_000, 256, 4, 2
@@ -24,28 +23,17 @@ def make(rng: np.random.Generator) -> dict[str, object]:
 
 
 def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """Texts by Zipf's law, the word after each, words drawn for all."""
-    words = lambda *shape: (WORDS ** rng.random(shape) - 1).astype(np.int32)
-    text = words(BATCH, LENGTH + 1)
-    return {
-        "word": text[:, :-1],
-        "next": text[:, 1:].reshape(-1),
-        "negatives": words(NEGATIVES),
-    }
+    """Texts, the word after each, words drawn for all."""
+    drawn = draw(rng, WORDS, (BATCH, LENGTH), NEGATIVES)
+    return dict(zip(("word", "next", "negatives"), drawn))
 
 
 def loss(params, batch, read):
-    """Mean cross entropy of the next word among it and the drawn ones."""
+    """The loss of the next word."""
     x = read(params["words"], batch["word"]) + params["places"]
     for layers in params["blocks"]:
         x = block(layers, x, HEADS)
-    x = normalize(x).reshape(-1, DIM)
-    following = read(params["output"], batch["next"])
-    negatives = read(params["output"], batch["negatives"])
-    positive = jnp.sum(x * following, axis=1, keepdims=True)
-    logits = jnp.concatenate([positive, x @ negatives.T], axis=1)
-    labels = jnp.zeros(BATCH * LENGTH, jnp.int32)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+    return sampled_loss(x, params["output"], batch, read)
 
 
 def optimizer() -> optax.GradientTransformation:

@@ -2,11 +2,10 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from benchmarks.models.language import DIM, HEADS
+from benchmarks.models.language import HEADS
 from benchmarks.models.torch_side import adam, embedding
-from benchmarks.models.transformer_torch import Block, normalize
+from benchmarks.models.transformer_torch import Block, sampled_loss
 
 
 class Model(nn.Module):
@@ -21,13 +20,7 @@ class Model(nn.Module):
 
     def forward(self, batch):
         x = self.blocks(self.words(batch["word"]) + self.places)
-        x = normalize(x).reshape(-1, DIM)
-        following = self.output(batch["next"])
-        negatives = self.output(batch["negatives"])
-        positive = (x * following).sum(1, keepdim=True)
-        logits = torch.cat([positive, x @ negatives.T], dim=1)
-        labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        return functional.cross_entropy(logits, labels)
+        return sampled_loss(x, self.output, batch)
 
 
 optimizers = adam

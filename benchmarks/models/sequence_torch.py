@@ -2,11 +2,10 @@
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from benchmarks.models.sequence import DIM, HEADS
+from benchmarks.models.sequence import HEADS
 from benchmarks.models.torch_side import adam, embedding
-from benchmarks.models.transformer_torch import Block, normalize
+from benchmarks.models.transformer_torch import Block, sampled_loss
 
 
 class Model(nn.Module):
@@ -20,12 +19,7 @@ class Model(nn.Module):
 
     def forward(self, batch):
         x = self.block(self.items(batch["item"]) + self.places)
-        x = normalize(x).reshape(-1, DIM)
-        following, negatives = self.items(batch["next"]), self.items(batch["negatives"])
-        positive = (x * following).sum(1, keepdim=True)
-        logits = torch.cat([positive, x @ negatives.T], dim=1)
-        labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
-        return functional.cross_entropy(logits, labels)
+        return sampled_loss(x, self.items, batch)
 
 
 optimizers = adam

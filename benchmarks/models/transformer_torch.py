@@ -1,5 +1,6 @@
 """transformer.py in PyTorch."""
 
+import torch
 from torch import nn
 from torch.nn import functional
 
@@ -26,3 +27,13 @@ class Block(nn.Module):
 def normalize(x):
     """Zero mean and unit variance of each vector."""
     return functional.layer_norm(x, x.shape[-1:], eps=1e-5)
+
+
+def sampled_loss(x, table, batch):
+    """Mean cross entropy of the one that follows among it and the drawn ones."""
+    x = normalize(x).reshape(-1, x.shape[-1])
+    following, negatives = table(batch["next"]), table(batch["negatives"])
+    positive = (x * following).sum(1, keepdim=True)
+    logits = torch.cat([positive, x @ negatives.T], dim=1)
+    labels = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+    return functional.cross_entropy(logits, labels)
