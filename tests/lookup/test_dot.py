@@ -1,7 +1,5 @@
 """dot, against NumPy's product of the dense matrices."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -293,27 +291,6 @@ def test_kind_and_capacity_are_known_before_data():
 
 
 # ------------------------------------------------------------------ refusals
-
-
-def test_refusals():
-    csr = make_csr()
-    other = sj.SegmentTensor.from_lengths({"index": INDEX}, LENGTHS)
-    wide = make_csr(value=np.ones((10, 2), np.float32))
-    for bad, error, text in [
-        ((other, DENSE), TypeError, r"got a dict of \['index'\]"),
-        ((wide, DENSE), ValueError, r"\(10,\) and \(10, 2\)"),
-        ((csr, "dense"), TypeError, "dense must be"),
-        ((csr, 1.0), TypeError, "dense must be"),
-    ]:
-        with pytest.raises(error, match=text):
-            sj.dot(*bad)
-    columns: Any
-    for columns in (-1, 2.0, "97"):
-        error = ValueError if columns == -1 else TypeError
-        with pytest.raises(error, match="num_columns must be a static"):
-            sj.dot(csr, DENSE, num_columns=columns)
-    with pytest.raises(TypeError, match="num_columns must be a static"):
-        jax.jit(transposed)(csr, LEFT, C)
 
 
 def test_no_rows():

@@ -24,7 +24,6 @@ from helpers import (
 
 
 V, D = 7, 3
-NAN = float("nan")
 
 
 # ------------------------------------------------------------------ the oracle
@@ -482,41 +481,6 @@ def test_gradient_of_a_pulled_part():
 
 
 # ------------------------------------------------------------------ wrong arguments
-
-
-def test_errors():
-    table, ids = table_of(V), jnp.array([1])
-
-    def fails(kind, match, *args, **kwargs):
-        with pytest.raises(kind, match=match):
-            sj.lookup(*args, **kwargs)
-
-    fails(TypeError, "table must be a JAX or NumPy array.*got a list", [[1.0]], ids)
-    fails(TypeError, r".*got a dict.*params\['table'\]", {"t": table}, ids)
-    fails(ValueError, r"at least one axis, got shape \(\)", jnp.float32(1), ids)
-    floats = ids.astype(float)
-    fails(TypeError, r"ids must be integers, got float32.*astype", table, floats)
-    fails(TypeError, "ids must be integers, got bool", table, ids > 0)
-    fails(TypeError, "ids must be an array of integers.*got a str", table, "1")
-    fails(TypeError, "array of integers.*got None", table, None)
-    fails(TypeError, "array of integers.*got a list", table, [[1], [1, 2]])
-    fails(TypeError, "ids must be integers, got object", table, [2**80])
-    four = "one of 'fill', 'clip', 'zero', 'error', got 'wrap'"
-    fails(ValueError, four, table, ids, mode="wrap")
-    fails(ValueError, "got None", table, ids, mode=None)
-    for bad in (1.0, "1", [1]):
-        fails(TypeError, "padding_id must be a static int", table, ids, padding_id=bad)
-    for bad in (0, -1.0, NAN):
-        fails(ValueError, "max_norm must be a positive", table, ids, max_norm=bad)
-    for bad in ("x", "1", [1.0], 1j):
-        fails(TypeError, "max_norm must be a static number", table, ids, max_norm=bad)
-    ints = table.astype(jnp.int32)
-    fails(TypeError, "needs a floating-point table, got int32", ints, ids, max_norm=1.0)
-    with pytest.raises(TypeError, match="max_norm must be a static number.*traced"):
-        jax.jit(lambda m: sj.lookup(table, ids, max_norm=m))(1.0)
-    with pytest.raises(TypeError):
-        positional: Any = sj.lookup
-        positional(table, ids, "fill")
 
 
 def test_static_numbers_of_any_kind():

@@ -139,27 +139,6 @@ def test_of_unsorted_segments_with_empty_elements():
 # ------------------------------------------------------------------ wrong input
 
 
-@pytest.mark.parametrize(
-    "lists, error, match",
-    [
-        ("abc", TypeError, "got a str"),
-        ([[1, None]], TypeError, "got NoneType and int"),
-        ([{True: 1}], TypeError, "keys of a map must be integers, got bool"),
-        ([[2**31]], ValueError, "lists must fit in int32, got .* 2147483648"),
-        ([[2**70]], TypeError, "must be concrete numbers .*got int"),
-    ],
-)
-def test_refuses(lists, error, match):
-    with pytest.raises(error, match=match):
-        make.from_lists(lists)
-
-
-def test_refuses_types_and_capacities():
-    for capacity in -1, (3, -1):
-        with pytest.raises(ValueError, match="capacity must be .* got"):
-            make.from_lists([[1]], capacity=capacity)
-
-
 # ------------------------------------------------------------------ as text
 
 

@@ -129,18 +129,3 @@ def test_vmap():
     got = jax.vmap(f)(jnp.stack([got[0], got[0]]), lengths)
     assert_trees_close(got[0, :6], DATA[[0, 1, 2, 3, 4, 6]])
     assert_trees_close(got[1, :2], np.array([DATA[0], 0 * DATA[0]]))
-
-
-def test_refusals():
-    max_length: Any
-    for max_length in (-1, 2.0, None, "3"):
-        error = ValueError if max_length == -1 else TypeError
-        with pytest.raises(error, match="max_length must be"):
-            sj.pack_segments(make(), max_length)
-    with pytest.raises(TypeError, match="max_length must be"):
-        jax.jit(sj.pack_segments)(make(), 3)
-    for padded in ({"a": np.ones((4, 2)), "b": np.ones((4, 3))}, {}):
-        with pytest.raises(ValueError, match=r"padded must be"):
-            sj.unpack_segments(padded, LENGTHS)
-    with pytest.raises(TypeError, match="lengths must be integers"):
-        sj.unpack_segments(packed(DATA, LENGTHS, 3), LENGTHS * 1.0)

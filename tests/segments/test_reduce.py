@@ -1,7 +1,6 @@
 """segment_*: values, against loops in NumPy and against jax.ops."""
 
 import inspect
-from typing import Any
 
 import chex
 import hypothesis
@@ -380,44 +379,3 @@ def test_shapes_are_known_before_data():
     for name, out in jax.eval_shape(reductions.smooth_of(S), x, ids).items():
         shape = (S, 2) if name in REDUCTIONS else (N, 2)
         assert (out.shape, out.dtype) == (shape, jnp.bfloat16)
-
-
-HALF: Any = 0.5
-WORD: Any = "small"
-X = jnp.ones((3, 2))
-I = jnp.array([0, 1, 0])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: sj.segment_sum(X, I[:2]), ValueError, r"\[n\], one id per element"),
-        (lambda: sj.segment_sum(X, X), TypeError, "segment_ids must be integers"),
-        (lambda: sj.segment_sum(X, I, HALF), TypeError, "negative int, got 0.5"),
-        (lambda: sj.segment_max(X, I, empty=X), TypeError, "must be a scalar"),
-        (
-            lambda: sj.segment_argmax(X, I, empty=0.5),
-            TypeError,
-            "result, int32",
-        ),
-        (
-            lambda: sj.segment_mean(X, I, weights=X),
-            ValueError,
-            r"one entry per",
-        ),
-        (lambda: sj.segment_mean(X, I, weights=I > 0), TypeError, "weights must be"),
-        (lambda: sj.segment_normalize(X, I, eps=WORD), TypeError, "positive number"),
-        (lambda: sj.segment_top_k(X, I, k=-1), ValueError, "static, non-negative"),
-    ],
-)
-def test_what_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
-
-
-def test_ids_beside_a_segment_tensor_are_refused():
-    data = segments(jnp.zeros(N))
-    with pytest.raises(ValueError, match="has its own segments. Omit segment_ids"):
-        sj.segment_softmax(data, I)
-    with pytest.raises(ValueError, match="own segments. Omit num_segments"):
-        sj.segment_softmax(data, num_segments=S)
