@@ -37,11 +37,11 @@ from sparsejax.parallel import _table_wise as _table_wise
 from sparsejax.parallel._checkpoint import restore as restore, save as save
 from sparsejax.parallel._columns import shard_columns as shard_columns
 from sparsejax.parallel._exchange import Metrics as Metrics
-from sparsejax.parallel._forward import forward as forward
 from sparsejax.parallel._layout import TableWise as TableWise
 from sparsejax.parallel._plan import plan as plan
 from sparsejax.parallel._read import (
     exchange_metrics as exchange_metrics,
+    forward as forward,
     measure_capacity as measure_capacity,
 )
 from sparsejax.parallel._replicated import (

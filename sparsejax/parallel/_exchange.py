@@ -284,19 +284,16 @@ class Rounds(NamedTuple):
         ids = indexing.take_rows(self.rows, at) - starts.astype(self.rows.dtype)
         return jnp.where(used, ids, _arguments.scalar(self.owners.rows, ids))
 
-    def values(self, values: jax.Array, sent: Any) -> jax.Array:
-        """Gathers `values [u, ...]` of one round's ids, `[N, C, ...]`."""
-        at, used = self._places(sent)
-        none = np.int32(values.shape[0])
-        return indexing.take_rows(values, jnp.where(used, at, none))
-
     def send_ids(self, sent: Any) -> jax.Array:
         """Sends one round's ids; returns the own rows that were requested, `[N, C]`."""
         return self.owners.all_to_all(self.ids(sent))
 
     def send_values(self, values: jax.Array, sent: Any) -> jax.Array:
         """Sends one round's values; returns the values of own rows, `[N, C, ...]`."""
-        return self.owners.all_to_all(self.values(values, sent), self.owners.wire_dtype)
+        at, used = self._places(sent)
+        none = np.int32(values.shape[0])
+        rows = indexing.take_rows(values, jnp.where(used, at, none))
+        return self.owners.all_to_all(rows, self.owners.wire_dtype)
 
     def sum_duplicates(self, values: jax.Array) -> jax.Array:
         """Sums `values [n, ...]` for each distinct position, `[u, ...]`."""

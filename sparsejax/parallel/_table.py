@@ -33,8 +33,8 @@ from sparsejax._arguments import ArrayLike, TableLike
 from sparsejax._mesh import explicit_spec, replicate, reshard
 from sparsejax._rows import RowTable, SelectedRows, indexing, read_row_table
 from sparsejax.optim._lazy import state_sharding
-from sparsejax.parallel._forward import forward
 from sparsejax.parallel._layout import LAYOUTS, Block, Layout
+from sparsejax.transform.forward import run_forward
 from sparsejax.transform.trace import makes_views
 
 
@@ -214,7 +214,7 @@ class ShardedTable(RowTable):
             ids = _arguments.as_indices(ids, self.height, "Use .to_dense().")
             return read_row_table(self, ids, None, "clip")
         read = lambda table, ids: jnp.asarray(table)[ids]
-        return (read if makes_views.value else forward(read))(self, ids)
+        return read(self, ids) if makes_views.value else run_forward(read, self, ids)
 
     # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
     __iter__ = None
@@ -280,8 +280,7 @@ class ShardedTable(RowTable):
             return self  # so that Python's sum() works
         return self._apply(operator.add, "+", other)
 
-    def __radd__(self, other: Any) -> Any:
-        return self.__add__(other)
+    __radd__ = __add__
 
     def __neg__(self) -> Any:
         return self.map(operator.neg)
@@ -295,8 +294,7 @@ class ShardedTable(RowTable):
     def __mul__(self, other: Any) -> Any:
         return self._apply(operator.mul, "*", other)
 
-    def __rmul__(self, other: Any) -> Any:
-        return self.__mul__(other)
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Any:
         return self._apply(operator.truediv, "/", other)
