@@ -105,8 +105,9 @@ def save(
       Orbax, `CheckpointManager`; PyTorch, distributed checkpoint (resharding at load).
     """
     orbax = _orbax()
-    is_manager = isinstance(path_or_manager, orbax.CheckpointManager)
-    if is_manager != (step is not None):
+    manager: Any = path_or_manager
+    is_manager = isinstance(manager, orbax.CheckpointManager)
+    if is_manager == (step is None):
         raise ValueError(
             "sparsejax.parallel.save: step is the number of steps trained for a "
             f"CheckpointManager, and left out for a path, got step={step!r}."
@@ -119,22 +120,22 @@ def save(
                 "has no values. Save the array itself."
             )
     leaves, treedef = jax.tree.flatten(_without_masked_tables(tree), is_leaf=_is_table)
-    if is_manager:
-        latest = path_or_manager.latest_step()
+    if step is not None:
+        latest = manager.latest_step()
         if latest is not None and step <= latest:
             raise ValueError(
                 f"sparsejax.parallel.save: step {step} is not later than the latest "
-                f"step in {path_or_manager.directory}, {latest}. Continue from "
-                "latest_step(), or save to another directory."
+                f"step in {manager.directory}, {latest}. Continue from latest_step(), "
+                "or save to another directory."
             )
-        if not path_or_manager.should_save(step):
+        if not manager.should_save(step):
             return False
     leaves = [_to_save(x) for x in leaves]
     args = orbax.args.PyTreeSave(treedef.unflatten(leaves))
     sums = _checksums(tree, leaves)
     metadata = {**(custom_metadata or {}), _LEAVES: description, _SUMS: sums}
-    if is_manager:
-        return path_or_manager.save(step, args=args, custom_metadata=metadata)
+    if step is not None:
+        return manager.save(step, args=args, custom_metadata=metadata)
     with orbax.Checkpointer(orbax.PyTreeCheckpointHandler()) as checkpointer:
         path = _absolute(path_or_manager)
         checkpointer.save(path, args=args, custom_metadata=metadata)

@@ -318,7 +318,7 @@ def _group_rows(layout: TableWise, shards: int) -> tuple[np.ndarray, np.ndarray]
     return np.array(offsets), used
 
 
-def _scalars(like: jax.Array, *numbers: int) -> Iterator[Any]:
+def _scalars(like: Any, *numbers: int) -> Iterator[Any]:
     return (_arguments.scalar(n, like) for n in numbers)
 
 

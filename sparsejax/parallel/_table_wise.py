@@ -85,8 +85,8 @@ class _Route:
             (some,) = np.nonzero(groups == group)
             features[group, : len(some)] = some
             place[some] = group * most + np.arange(len(some))
-        axes = layout.split_axes(table.mesh, table.axes)
-        return cls(owners_of(table), *axes, features, place)
+        across, within = layout.split_axes(table.mesh, table.axes)
+        return cls(owners_of(table), across, within, features, place)
 
     def to_owners(self, x: jax.Array, none: Any) -> jax.Array:
         """Gathers `x [b, F, L]` of every device, for the features of this one's group.

@@ -20,7 +20,7 @@ V, D = 101, 4
 TABLE = table_of(V, D)
 
 
-def sharded(kind=AxisType.Auto, table=TABLE):
+def sharded(kind=AxisType.Auto, table: Any = TABLE) -> Any:
     return sj.parallel.shard_rows(table, mesh_of(kind=kind), "x")
 
 
@@ -39,7 +39,7 @@ def test_embedding_bag(layout, combiner, weighted, kind):
     shape = (6, 3) if layout == "padded" else (10,)
     ids = rng.integers(-1, V, shape).astype(np.int32)
     ids.flat[:3] = -1  # a bag of padding
-    bags = () if layout == "padded" else (np.sort(rng.integers(-1, 4, 10)), 4)
+    bags: Any = () if layout == "padded" else (np.sort(rng.integers(-1, 4, 10)), 4)
     w = jnp.asarray(rng.normal(size=shape).astype(np.float32)) if weighted else None
     options: dict[str, Any] = dict(combiner=combiner, padding_id=-1, mode="zero")
 

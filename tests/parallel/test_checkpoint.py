@@ -243,7 +243,7 @@ def test_state_of_a_label_function_in_any_layout(tmp_path):
 # ------------------------------------------------------------------ training
 
 
-def training(n, layout):
+def training(n, layout) -> Any:
     """(params, state, step) of a run on n devices; the step donates both."""
     table, dense = worker.initial()
     params = {
@@ -268,14 +268,15 @@ def test_training_goes_on_where_it_stopped(tmp_path):
         # On the same mesh, to the last bit.
         restored = sj.parallel.restore(manager, training(2, "mod")[:2])
         rest = batches[manager.metadata(2).custom_metadata["batch"] :]
-        again = run(step, *restored, rest)
+        again = run(step, restored[0], restored[1], rest)
         for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
             assert_same_bits(a, b)
 
         for n, layout in ((4, "block"), (1, "mod")):
             *fresh, step = training(n, layout)
             restored = sj.parallel.restore(manager, tuple(fresh))
-            assert_close(run(step, *restored, rest)[2], losses)
+            found = run(step, restored[0], restored[1], rest)
+            assert_close(found[2], losses)
 
 
 def test_a_save_holds_what_was_there_when_it_was_called(tmp_path, monkeypatch):

@@ -26,7 +26,9 @@ TABLE = table_of(V, D)
 IDS = np.random.default_rng(3).integers(-2, V + 2, (3, 8)).astype(np.int32)
 
 
-def sharded(shape=(4,), names=("x",), axis: Any = "x", kind=AxisType.Auto, **options):
+def sharded(
+    shape=(4,), names=("x",), axis: Any = "x", kind=AxisType.Auto, **options
+) -> Any:
     return sj.parallel.shard_rows(TABLE, mesh_of(shape, names, kind), axis, **options)
 
 

@@ -111,7 +111,9 @@ def test_copies():
 @pytest.mark.usefixtures("loose_promotion")
 def test_rows_without_columns():
     table, tx = sharded(TABLE[:, :0]), sj.optim.lazy(optax.sgd(0.1))
-    step = lambda table: tx.update(sj.grad(loss_fn)(table, IDS), tx.init(table), table)
+    step: Any = lambda table: tx.update(
+        sj.grad(loss_fn)(table, IDS), tx.init(table), table
+    )
     for updates, _ in step(table), jax.jit(step)(table):
         assert updates.to_dense().shape == (V, 0)
 

@@ -135,7 +135,7 @@ def test_updates_are_at_their_owners(name):
 def test_bfloat16_parts_are_summed_in_float32():
     zeros = np.zeros((V, 1), jnp.bfloat16)
     table = sj.parallel.shard_rows(zeros, mesh_of(), "x", capacity=1)
-    tx = sj.optim.lazy(optax.sgd(1.0))
+    tx: Any = sj.optim.lazy(optax.sgd(1.0))
 
     def loss(table, ids):
         rows = sj.lookup(table, ids)
@@ -199,7 +199,7 @@ def test_state_of_nested_optimizers_inside_jit():
     table = sj.parallel.shard_rows(table_of(V, D), mesh_of(kind=AxisType.Explicit), "x")
     params = {"t": table, "b": jnp.ones(D)}
     rows = optax.chain(optax.scale(0.5), sj.optim.lazy(optax.adagrad(0.1)))
-    parts = {"rows": rows, "dense": optax.adam(0.1)}
+    parts: Any = {"rows": rows, "dense": optax.adam(0.1)}
     both = optax.partition(parts, {"t": "rows", "b": "dense"})
     own = sj.optim.rowwise_adagrad(0.1)  # a number a row
     for tx, tree in ((both, params), (own, table)):
