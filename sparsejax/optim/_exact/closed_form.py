@@ -273,7 +273,7 @@ def displacement(
 ) -> jax.Array:
     """Returns F(v) m of each coordinate, `age` steps after moments were stored."""
     step = recurrence.step
-    total, inverse, x = jnp.zeros((), dtype), None, None
+    total, inverse, x = jnp.zeros((), dtype), jnp.ones((), dtype), None
     at = 3 * step.decays
     if step.second_moment is not None:
         v = moments[step.second_moment].astype(dtype)
@@ -287,10 +287,10 @@ def displacement(
         series = [
             base.per_row(coefficients[at + c], m) for c in range(recurrence.nodes)
         ]
-        polynomial = series[-1]
+        polynomial: Any = series[-1]
         for c in reversed(series[:-1]):  # Horner's rule
             polynomial = polynomial * x + c
-        m *= polynomial if inverse is None else polynomial * inverse
+        m *= polynomial * inverse
         total, at = total + m, at + recurrence.nodes
     return total
 

@@ -203,8 +203,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
                 weights[i] = _add(weights[i], current.correction)
         inner, weights = inner_treedef.unflatten(inner), treedef.unflatten(weights)
 
-        update = optax.with_extra_args_support(tx).update
-        updates, new = update(grads, inner, weights, **extra_args)
+        inner_tx = optax.with_extra_args_support(tx)
+        updates, new = inner_tx.update(grads, inner, weights, **extra_args)
         updates = treedef.flatten_up_to(updates)
         for i, correction in corrections.items():
             updates[i] = _add(updates[i], correction)

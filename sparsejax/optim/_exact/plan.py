@@ -198,7 +198,7 @@ def find_recurrence(step: ZeroGradientStep) -> Recurrence:
     slowest = max(ratios[k] for k in step.first_moments) / (1 - np.max(decay))
     if step.second_moment is not None:
         slowest /= max(ratios[step.second_moment], 1e-30) ** 0.5
-    steps = closed_form.horizon(slowest) if slowest < 1 else math.inf
+    steps: Any = closed_form.horizon(slowest) if slowest < 1 else math.inf
     if steps > MAX_HORIZON:
         raise refused(
             f"its momentum fades too slowly: a step multiplies it by {slowest:.6g} "

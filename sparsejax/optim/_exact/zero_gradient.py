@@ -305,9 +305,9 @@ def _factors(
         ]
 
     numbers = (jax.ShapeDtypeStruct((), x) for x in (jnp.int32, dtype))
-    program = _compat.trace(program, *types[:n], *numbers)
+    traced = _compat.trace(program, *types[:n], *numbers)
     first = tuple(place - 1 for place in first)
-    return program, first, None if second is None else second - 1, 0 in bends
+    return traced, first, None if second is None else second - 1, 0 in bends
 
 
 def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[int]]:
@@ -403,8 +403,10 @@ def _number(x: Any) -> Any:
     """Returns the number that all entries of an array are, or the array."""
     if x.size == 1:
         return x.reshape(())
-    is_known = x.size and not isinstance(x, Tracer)
-    return x.flat[0] if is_known and np.all(x == x.flat[0]) else x
+    if isinstance(x, Tracer):
+        return x
+    first = np.ravel(x)[:1]
+    return first[0] if x.size and np.all(x == first) else x
 
 
 def _unknown(eqn: Any, aval: Any) -> Any:

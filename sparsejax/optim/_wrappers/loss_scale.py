@@ -100,11 +100,10 @@ def dynamic_loss_scale(
 
     def init(params):
         # Separate arrays, since no buffer can be donated twice.
-        numbers = lambda _: [
-            jnp.asarray(initial_scale, jnp.float32),
-            *(jnp.zeros((), jnp.int32) for _ in range(2)),
-        ]
-        return LossScaleState(*state_sharding.init(numbers, params), tx.init(params))
+        zero = lambda: jnp.zeros((), jnp.int32)
+        counters = lambda _: (jnp.asarray(initial_scale, jnp.float32), zero(), zero())
+        scale, good_steps, skipped = state_sharding.init(counters, params)
+        return LossScaleState(scale, good_steps, skipped, tx.init(params))
 
     def update(updates, state, params=None, **extra_args):
         checks.check_state(state, LossScaleState)

@@ -61,8 +61,9 @@ def track_changes(
     Args:
       tx: any transformation but `exact(...)`; `lazy(...)` for tables.
       tables: a tree of bools, or a bool, that is a prefix of the parameters: True for
-        the leaves to track. By default the tables are the arrays of floats of rank 2 or
-        more, the sharded tables and the quantized ones.
+        the leaves to track, except scalars, which have no rows. By default the tables
+        are the arrays of floats of rank 2 or more, the sharded tables and the quantized
+        ones.
 
     Returns:
       `optax.GradientTransformationExtraArgs` with a `TrackChangesState`. Under
@@ -70,9 +71,8 @@ def track_changes(
 
     Raises:
       TypeError: `tx` is not a transformation.
-      ValueError: `tables` is not a prefix of the parameters, or names a leaf without
-        rows; at update, a leaf that is not tracked has a SelectedRows, or the
-        SelectedRows is of a stack of tables.
+      ValueError: `tables` is not a prefix of the parameters; at update, a leaf that is
+        not tracked has a SelectedRows, or the SelectedRows is of a stack of tables.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -198,15 +198,8 @@ def _wanted(params: Any, tables: Any) -> list[bool]:
     if tables is None:
         is_table = lambda x: is_quantized(x) or _arguments.is_float_array(x, 2)
         return [is_table(leaf) for leaf in leaves]
-    chosen = _arguments.flag_leaves("tables", tables, params, _is_leaf)
-    paths = trees.leaf_paths(params, "params")
-    for k, (leaf, is_chosen) in enumerate(zip(leaves, chosen)):
-        if is_chosen and not np.ndim(leaf):
-            raise ValueError(
-                f"tables names {paths[k]}, which has no rows: it must be an "
-                f"array of rank 1 or more, got {_arguments.kind_of(leaf)}."
-            )
-    return [bool(is_chosen) for is_chosen in chosen]
+    flags = _arguments.flag_leaves("tables", tables, params, _is_leaf)
+    return [bool(flag) and np.ndim(leaf) > 0 for leaf, flag in zip(leaves, flags)]
 
 
 def _mark(flags: jax.Array, update: Any) -> jax.Array:
