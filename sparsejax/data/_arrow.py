@@ -113,19 +113,19 @@ def select(batch: Mapping[str, Any], names: Sequence[str]) -> list[Any]:
 
 
 def ids_of_table(
-    table: Any, names: Sequence[str], ids_of: Callable[[int, "Words"], np.ndarray]
+    table: Any, names: Sequence[str], ids_of: Callable[[str, "Words"], np.ndarray]
 ) -> dict[str, Any]:
     """Returns the ids of each column of a table that is among `names`.
 
     Args:
       table: a table.
       names: the names of the columns that have ids.
-      ids_of: returns the ids of words of the column at a position in `names`.
+      ids_of: returns the ids of words of the column of a name.
 
     Returns:
       A dict of int32 `[n]`, or of SegmentTensors for columns of lists.
     """
-    numbers, parts = {name: k for k, name in enumerate(names)}, {}
+    parts: dict[str, Any] = {}
     for batch in batches(table):
         parts = parts or {name: [] for name in names if name in batch}
         if not parts:
@@ -134,7 +134,7 @@ def ids_of_table(
             )
         for name, column in zip(parts, select(batch, list(parts))):
             words = as_words(column, name)
-            parts[name].append((ids_of(numbers[name], words), words.lengths))
+            parts[name].append((ids_of(name, words), words.lengths))
     return {name: _join(pieces) for name, pieces in parts.items()}
 
 

@@ -64,7 +64,7 @@ def as_column(data: Any, name: str) -> Array | Ragged:
     if hasattr(data, "tocsr"):  # a matrix of scipy, which is not imported
         data = data.tocsr()
         parts = {"index": data.indices, "value": data.data}
-        return Ragged(data, _as_offsets(data.indptr), _leaves(parts, name))
+        return Ragged(data, data.indptr.astype(np.int64), _leaves(parts, name))
     is_array = hasattr(data, "shape") and hasattr(data, "dtype")
     if not is_array and isinstance(data, Sequence) and not isinstance(data, str):
         return _of_list(data if isinstance(data, tuple) else list(data), name)
@@ -124,7 +124,7 @@ def _of_list(data: Sequence[Any], name: str) -> Array | Ragged:
 
 def _of_segments(st: SegmentTensor, source: Any, name: str) -> Ragged:
     st = st.sort()
-    offsets = _as_offsets(np.asarray(st.offsets))
+    offsets = np.asarray(st.offsets).astype(np.int64)
     return Ragged(source, offsets, _leaves(st.values, name))
 
 
@@ -132,10 +132,6 @@ def _leaves(values: Any, name: str) -> Any:
     array = lambda x: _of_array(np.asarray(x), name)
     nested = lambda x: _of_segments(x, None, name)
     return elements.map_leaves(array, nested, values)
-
-
-def _as_offsets(offsets: Any) -> np.ndarray:
-    return np.asarray(offsets).astype(np.int64)
 
 
 # ------------------------------------------------------------------ single rows

@@ -111,7 +111,8 @@ class HashIds:
                 "HashIds.ids: the columns have no names. Make it by HashIds(sizes, "
                 "names=[...]), since ids depend on the position of a column."
             )
-        return _arrow.ids_of_table(table, self.names, self._ids_of)
+        encode = lambda name, words: self._ids_of(self.names.index(name), words)
+        return _arrow.ids_of_table(table, self.names, encode)
 
     def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
         """Returns the ids of words, int32 `[n]`; 0 for missing words.

@@ -296,8 +296,7 @@ class Vocabulary:
           >>> ids["user"], ids["tags"].to_lists()
           (array([1, 2], dtype=int32), [[1, 2], []])
         """
-        columns = list(self.columns.values())
-        encode = lambda place, words: columns[place].encode(words)
+        encode = lambda name, words: self.columns[name].encode(words)
         return _arrow.ids_of_table(table, self.names, encode)
 
     def encode(self, column: int | str, words: ColumnLike) -> np.ndarray:
@@ -562,7 +561,7 @@ def _limits(
     """Returns `min_count` or `max_size` of each group of columns."""
     names = [name for group in groups for name in group]
     is_dict = isinstance(given, Mapping)
-    by_name = dict(given) if is_dict else dict.fromkeys(names, given)
+    by_name: dict[str, Any] = dict(given) if is_dict else dict.fromkeys(names, given)
     are_valid = all(x is default or operator.index(x) > 0 for x in by_name.values())
     of_groups = [
         {by_name[name] for name in group if name in by_name} or {default}

@@ -125,12 +125,12 @@ class TableLayer:
         if isinstance(ids, SegmentTensor):
             segments, _ = split_weights(ids, None)
             ids = segments.values
-        ids = _row_ids.on_host(_arguments.as_integers(ids))
-        skip = lookup.padding_mask(ids, self.padding_id)
+        numbers: Any = _row_ids.on_host(_arguments.as_integers(ids))
+        skip = lookup.padding_mask(numbers, self.padding_id)
         skip = np.zeros((), bool) if skip is None else _row_ids.on_host(skip)
         if segments is not None:
-            skip = skip | _row_ids.without_segment(segments, np.ndim(ids))
-        rows = _row_ids.row_ids(ids, skip, self.num_embeddings, self.mode)
+            skip = skip | _row_ids.without_segment(segments, numbers.ndim)
+        rows = _row_ids.row_ids(numbers, skip, self.num_embeddings, self.mode)
         return {"embedding": rows}
 
     def table_prefix(self) -> dict[str, bool | None]:

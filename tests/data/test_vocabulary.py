@@ -57,7 +57,7 @@ def test_limits_of_columns():
     least, most = {"user": 3, "tag": 2}, {"item": 5, "user": None}
     found = build(columns, min_count=least, max_size=most)
     for name, own in columns.items():
-        limits = dict(min_count=least.get(name, 1), max_size=most.get(name))
+        limits: Any = dict(min_count=least.get(name, 1), max_size=most.get(name))
         want = build({name: own}, **limits)
         np.testing.assert_array_equal(found.encode(name, own), want.encode(name, own))
         np.testing.assert_array_equal(found.counts(name), want.counts(name))

@@ -10,6 +10,7 @@ import pytest
 from jax import export
 
 import sparsejax as sj
+from sparsejax.desc import _protobuf
 
 
 # The numbers of var_desc.proto, which are PaddlePaddle's.
@@ -107,7 +108,7 @@ def test_bytes_refuse(monkeypatch):
         with pytest.raises(ValueError, match=word):
             call()
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
-    sj.desc._protobuf.message_types.cache_clear()
+    _protobuf.message_types.cache_clear()
     with pytest.raises(ImportError, match="pip install"):
         sj.desc.to_bytes(good)
 

@@ -104,20 +104,19 @@ def test_options_are_those_of_lookup_and_embedding_bag():
         dict(mode="zero", max_norm=0.5),
     ]
     combiners = "sum", "mean", "sqrtn", "max", "min", "logsumexp", "none"
-    bags = [dict(combiner="max", **x) for x in cases]
+    bags: list[dict[str, Any]] = [dict(combiner="max", **x) for x in cases]
     bags += [dict(combiner=x, mode="zero") for x in combiners]
 
     @jax.jit
     def run(table):
-        params, found = {"embedding": table}, []
-        for kind, f, options in (
-            (sj.nn.Embedding, sj.lookup, cases),
-            (sj.nn.EmbeddingBag, sj.embedding_bag, bags),
-        ):
-            found += [
-                (kind(V, D, **x)(params, ids), f(table, ids, **x)) for x in options
-            ]
-        return found
+        pairs = []
+        for options in cases:
+            out = sj.nn.Embedding(V, D, **options)(table, ids)
+            pairs.append((out, sj.lookup(table, ids, **options)))
+        for options in bags:
+            out = sj.nn.EmbeddingBag(V, D, **options)(table, ids)
+            pairs.append((out, sj.embedding_bag(table, ids, **options)))
+        return pairs
 
     for out, want in run(table):
         np.testing.assert_array_equal(out, want)
@@ -277,8 +276,9 @@ def test_rows_that_were_pulled():
 
 def test_layers_are_static():
     ones = jax.nn.initializers.ones
+    zero: Any = np.int64(0)
     for kind in (sj.nn.Embedding, sj.nn.EmbeddingBag):
-        layer = kind(V, D, padding_id=np.int64(0), param_dtype="float32")
+        layer = kind(V, D, padding_id=zero, param_dtype="float32")
         assert layer == kind(V, D, padding_id=0) != kind(V, D)
         assert hash(layer) == hash(kind(V, D, padding_id=0))
         drawn = kind(V, D, embedding_init=ones)
@@ -316,6 +316,7 @@ def test_wrong_fields(name, value):
 def test_wrong_calls():
     table = _params(LAYER)["embedding"]
     two = jax.random.split(jax.random.key(0))
+    key: Any
     for layer in (LAYER, BAG):
         for params, ids, word in (
             ([table], IDS, "init"),

@@ -1,5 +1,7 @@
 """`row_ids` of the layers: one meaning of negative ids, and the rows of a call."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ IDS = np.array([3, -1, 4, 99, 2])
     ],
 )
 def test_all_layers_agree_on_negative_ids(mode, want):
-    options = dict(mode=mode, padding_id=2)
+    options: Any = dict(mode=mode, padding_id=2)
     for layer in (
         sj.nn.Embedding(4, 2, **options),
         sj.nn.EmbeddingBag(4, 2, **options),
