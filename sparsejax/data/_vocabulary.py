@@ -562,12 +562,14 @@ def _limits(
     names = [name for group in groups for name in group]
     is_dict = isinstance(given, Mapping)
     by_name: dict[str, Any] = dict(given) if is_dict else dict.fromkeys(names, given)
-    are_valid = all(x is default or operator.index(x) > 0 for x in by_name.values())
+    for name, limit in by_name.items():
+        by_name[name] = limit if limit is default else operator.index(limit)
+    are_valid = all(limit is default or limit > 0 for limit in by_name.values())
     of_groups = [
         {by_name[name] for name in group if name in by_name} or {default}
         for group in groups
     ]
-    if by_name.keys() - {*names} or not are_valid or max(map(len, of_groups)) > 1:
+    if by_name.keys() - {*names} or not are_valid or any(len(x) > 1 for x in of_groups):
         raise ValueError(
             f"{argument} must be a positive int, or a dict of these for some of the "
             f"columns {names}, the same for columns that share a vocabulary, got "
