@@ -613,101 +613,71 @@ def _accepts(chain, init):
     return True
 
 
-def _lazy(chain, jit, is_finite):
+def _lazy(chain, jit=jax.jit, is_finite=True, every=1):
+    """Compares a step for each `every` gradients."""
     tx, lifted = build(with_trees(chain)), sj.optim.lazy(build(chain))
     params = parameters()
-    state = tx.init(params)
     sparse, _ = gradients(0)
     update = lambda: lifted.update(sparse, lifted.init(params), params, **EXTRA)
     if not _accepts(chain, lambda: jax.eval_shape(update)):
         return "refused"
     on_rows = sees_moved_rows(chain) and not is_refused(chain)
+    ours, inner = lifted, lambda state: state
+    if every > 1:
+        capacity = {k: HEIGHTS.get(k) for k in SHAPES}
+        ours = sj.optim.accumulate(lifted, every, capacity)
+        inner = lambda state: state.inner_opt_state
 
     @jit
-    def ours(params, state, grads):
-        updates, state = lifted.update(grads, state, params, **EXTRA)
+    def step_of_ours(params, state, grads):
+        updates, state = ours.update(grads, state, params, **EXTRA)
         return optax.apply_updates(params, updates), state
 
     @jit
     def theirs(params, state, grads, rows):
         return _expected(tx, params, state, grads, rows, on_rows)
 
-    tolerance = _tolerance(chain)
-    for step in range(STEPS):
-        sparse, dense = gradients(step, is_finite)
-        rows, what = rows_read(step), f"step {step}"
-        new = ours(params, state, sparse)
-        want = theirs(params, state, dense, rows)
-        _assert_bits((params, state), new, rows, what)
+    state, tolerance = ours.init(params), _tolerance(chain)
+    for step in range(0, STEPS, every):
+        what, steps = f"step {step}", range(step, step + every)
+        grads = [gradients(k, is_finite) for k in steps]
+        read = [rows_read(k) for k in steps]
+        rows = {k: functools.reduce(np.union1d, [x[k] for x in read]) for k in HEIGHTS}
+        mean = jax.tree.map(lambda *x: sum(x) / every, *(dense for _, dense in grads))
+        old = params, inner(state)
+        for sparse, _ in grads:
+            params, state = step_of_ours(params, state, sparse)
+        new, want = (params, inner(state)), theirs(*old, mean, rows)
+        _assert_bits(old, new, rows, what)
         try:
             _assert_equal(new, want, tolerance, what)
         except AssertionError:
-            nudged = theirs(_nudged(params), state, _nudged(dense), rows)
+            nudged = theirs(_nudged(old[0]), old[1], _nudged(mean), rows)
             if _hangs_on_a_digit(nudged, want, tolerance):
                 return "skipped"
             raise
-        params, state = new
     return "compared"
 
 
 @mode
 def jitted(chain):
-    return _lazy(chain, jax.jit, True)
+    return _lazy(chain)
 
 
 @mode
 def not_finite(chain):
-    return _lazy(chain, jax.jit, False)
+    return _lazy(chain, is_finite=False)
 
 
 @mode
 def eager(chain):
-    return _lazy(chain, lambda f: f, True)
+    return _lazy(chain, lambda f: f)
 
 
 @mode
 def accumulated(chain):
     """One step for two gradients."""
-    tx, lifted = build(with_trees(chain)), sj.optim.lazy(build(chain))
-    ours = sj.optim.accumulate(lifted, 2, {k: HEIGHTS.get(k) for k in SHAPES})
-    params = parameters()
-    sparse, _ = gradients(0)
-    update = lambda: lifted.update(sparse, lifted.init(params), params, **EXTRA)
-    if not _accepts(chain, lambda: jax.eval_shape(update)):
-        return "refused"
-    on_rows = sees_moved_rows(chain) and not is_refused(chain)
-    state, inner = ours.init(params), tx.init(params)
-
-    @jax.jit
-    def accumulate(params, state, grads):
-        updates, state = ours.update(grads, state, params, **EXTRA)
-        return optax.apply_updates(params, updates), state
-
-    @jax.jit
-    def theirs(params, state, grads, rows):
-        return _expected(tx, params, state, grads, rows, on_rows)
-
-    tolerance = _tolerance(chain)
-    for step in range(0, STEPS, 2):
-        pairs = [gradients(step), gradients(step + 1)]
-        read = [rows_read(step), rows_read(step + 1)]
-        rows = {k: np.union1d(read[0][k], read[1][k]) for k in HEIGHTS}
-        ours_params, old = params, inner
-        for sparse, _ in pairs:
-            ours_params, state = accumulate(ours_params, state, sparse)
-        mean = jax.tree.map(lambda a, b: (a + b) / 2, pairs[0][1], pairs[1][1])
-        want = theirs(params, old, mean, rows)
-        new = ours_params, state.inner_opt_state
-        _assert_bits((params, old), new, rows, f"step {step}")
-        try:
-            _assert_equal(new, want, tolerance, f"step {step}")
-        except AssertionError:
-            nudged = theirs(_nudged(params), old, _nudged(mean), rows)
-            if _hangs_on_a_digit(nudged, want, tolerance):
-                return "skipped"
-            raise
-        params, inner = new
-    return "compared"
+    return _lazy(chain, every=2)
 
 
 def _is_exact(chain, other, tables):
