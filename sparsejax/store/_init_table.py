@@ -1,5 +1,6 @@
 """Checks the arguments of `KVStore.init`, and makes the table."""
 
+import dataclasses
 import os
 from typing import Any
 
@@ -83,7 +84,9 @@ def make_table(
     table = Table(spec, memory, history)
     if not memory.is_new:
         history.forget()  # it does not say which rows changed when
-        table.given_in_file(memory.found)
+        table.spec = dataclasses.replace(spec, given=memory.found["given"])
+        table.journal = memory.found.get("journal")
+        table.flushed_step = memory.found.get("step")
     try:
         roll_back(table)
     except BaseException:

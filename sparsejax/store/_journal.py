@@ -67,7 +67,8 @@ class Journal:
 
     def commit(self) -> None:
         """Ends the journal of a table that is on the disk."""
-        self._table.set_journal(None)
+        self._table.journal = None
+        self._table.write_header()
         if self._file is not None:
             self.release()
             self._path.unlink(missing_ok=True)
@@ -92,7 +93,8 @@ class Journal:
         _format.write_header(file, MAGIC, {"id": name})
         _append(file, 0, self._table.rest)
         os.fsync(file.fileno())
-        self._table.set_journal(name)
+        self._table.journal = name
+        self._table.write_header()
         self._file = file
         self._is_logged = _mapped.zeros((self._table.height,), bool)
         return file
@@ -135,7 +137,8 @@ def roll_back(table: Table) -> None:
     for old, new in zip(table.rest, other_state):
         old[...] = new
     table.memory.flush()
-    table.set_journal(None)
+    table.journal = None
+    table.write_header()
     path.unlink()
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -129,10 +129,7 @@ class TableKeys:
         self.height = self.keys.shape[0]
         self.evicted = self.refused = self.waiting = 0
         self.latest_step: int | None = None
-        self._reopen()
-
-    def _reopen(self) -> None:
-        """Makes the hash tables from the arrays, which may come from a file."""
+        # The hash tables are made from the arrays, which may come from a file.
         rows = np.flatnonzero(self.counts)
         self._map = KeyMap(self.keys)
         self._map.add(self.keys[rows], rows)
@@ -148,33 +145,23 @@ class TableKeys:
         """Returns the rows that have a key, ascending."""
         return np.flatnonzero(self.counts[: self._end])
 
-    def forget(self) -> None:
-        """Takes all rows their keys away, and forgets all sightings."""
-        rows = self.rows()
-        for column in reversed(self.columns):
-            column[rows] = 0
-        self._sightings.forget()
-        self._cursor[:] = 0
-        self._reopen()
+    def sightings(self) -> tuple[dict[str, int], list[np.ndarray]]:
+        """Returns sizes and hand; and keys and counts, the younger generation first."""
+        young, old = self._sightings.contents()
+        sizes = {"young": young[0].size, "old": old[0].size, "hand": self._hand()}
+        return sizes, [np.concatenate(pair) for pair in zip(young, old)]
 
-    def sizes_of_sightings(self) -> dict[str, int]:
-        """Returns the sizes of `sightings`, and the row to search victims from."""
-        (young, _), (old, _) = self._sightings.contents()
-        return {"young": young.size, "old": old.size, "hand": self._hand()}
-
-    def sightings(self) -> list[np.ndarray]:
-        """Returns keys and counts of the younger sightings, then of the older ones."""
-        return [array for pair in self._sightings.contents() for array in pair]
-
-    def restore_sightings(self, arrays: Sequence[np.ndarray], hand: int) -> None:
-        """Sets the result of `sightings`, and the row at which victims are searched."""
+    def restore_sightings(
+        self, sizes: Mapping[str, int], arrays: Sequence[np.ndarray]
+    ) -> None:
+        """Sets the result of `sightings`."""
         self._sightings.forget()
         self._cursor[:] = 0
         limit = self._seen.shape[1]
-        for k, (keys, counts) in enumerate(zip(arrays[::2], arrays[1::2])):
-            self._seen[k, : keys.size] = keys[:limit]
-            self._seen_counts[k, : keys.size] = counts[:limit]
-        self._cursor[_HAND] = hand % max(self.height, 1)
+        for into, array in zip((self._seen, self._seen_counts), arrays):
+            for k, part in enumerate(np.split(array, [sizes["young"]])):
+                into[k, : part.size] = part[:limit]
+        self._cursor[_HAND] = sizes["hand"] % max(self.height, 1)
         self._sightings = _Sightings(self._seen, self._seen_counts, self._cursor)
 
     def can_replace(self, rows: np.ndarray, columns: Sequence[np.ndarray]) -> bool:

@@ -43,7 +43,11 @@ class Writer:
         text = json.dumps({"format": FORMAT, **header})
         self._archive.writestr(zipfile.ZipInfo(_HEADER), text)
 
-    def array(self, name: str, spec: Spec, chunks: Iterable[np.ndarray]) -> None:
+    def array(self, name: str, array: np.ndarray) -> None:
+        """Writes an array."""
+        self.chunks(name, (array.shape, array.dtype), [array])
+
+    def chunks(self, name: str, spec: Spec, chunks: Iterable[np.ndarray]) -> None:
         """Writes an array, of which some rows come at a time."""
         info = zipfile.ZipInfo(f"{name}.npy")
         with self._archive.open(info, "w", force_zip64=True) as member:

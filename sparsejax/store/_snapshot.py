@@ -24,6 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -107,6 +108,31 @@ def _check_readable(tables: Mapping[str, Table]) -> None:
         table.check_written_back()
 
 
+class Part(NamedTuple):
+    """The arrays of a table in a record, apart from its columns.
+
+    Args:
+      rows, kinds: of the rows that changed.
+      rest: the leaves of state without rows.
+      keys: a column for each array of keys that has rows.
+      sightings: of keys that have no row.
+    """
+
+    rows: np.ndarray
+    kinds: np.ndarray
+    rest: Sequence[np.ndarray]
+    keys: Sequence[np.ndarray]
+    sightings: Sequence[np.ndarray]
+
+    def columns(self, table: Table, state: bool) -> dict[str, tuple[Any, np.ndarray]]:
+        """Returns the columns in the record: by member an array and its rows."""
+        columns = {"weights": (table.weights, self.rows[self.kinds != _GONE])}
+        if state:
+            whole = self.rows[self.kinds == _WHOLE]
+            columns |= {f"state.{i}": (x, whole) for i, x in enumerate(table.by_row)}
+        return columns
+
+
 def write(
     path: str | os.PathLike[str],
     tables: Mapping[str, Table],
@@ -136,18 +162,23 @@ def write(
         rows = {name: _all_rows(table) for name, table in tables.items()}
     else:
         rows = changed_since(tables, history, since)
-    descriptions, kinds = {}, {}
+    parts, descriptions = {}, {}
     for name, table in tables.items():
-        is_given = _GIVEN if table.spec.given else _GONE
-        kinds[name] = np.where(table.touched[rows[name]] != 0, _WHOLE, is_given)
-        kinds[name] = kinds[name].astype(np.uint8)
-        descriptions[name] = table.description() | {
-            "rows": rows[name].size,
-            "weights": int(np.count_nonzero(kinds[name])),
-            "whole": int(np.count_nonzero(kinds[name] == _WHOLE)),
-        }
+        sizes, sightings = {}, []
         if state and table.keys is not None:
-            descriptions[name]["sightings"] = table.keys.sizes_of_sightings()
+            sizes, sightings = table.keys.sightings()
+            sizes = {"sightings": sizes}
+        is_given = _GIVEN if table.spec.given else _GONE
+        kinds = np.where(table.touched[rows[name]] != 0, _WHOLE, is_given)
+        keys = [] if table.keys is None else [x[rows[name]] for x in table.keys.columns]
+        rest = table.rest if state else []
+        parts[name] = Part(rows[name], kinds.astype(np.uint8), rest, keys, sightings)
+        descriptions[name] = table.description() | {
+            "rows": kinds.size,
+            "weights": int(np.count_nonzero(kinds)),
+            "whole": int(np.count_nonzero(kinds == _WHOLE)),
+            **sizes,
+        }
     header = {
         "run": history.run,
         "since": since,
@@ -157,30 +188,30 @@ def write(
         "tree": _saved_tree.describe(leaves),
     }
     total, done = _count(header), 0
-    with replacing(path) as file, contextlib.ExitStack() as stack:
-        writer = stack.enter_context(contextlib.closing(Writer(file, header)))
-        for k, (name, table) in enumerate(tables.items()):
-            specs = _specs(k, table, descriptions[name], state)
-            arrays = [rows[name], kinds[name], *_arrays(table, rows[name], state)]
-            for (member, spec), array in zip(specs.items(), arrays, strict=True):
-                writer.array(member, spec, [array])
-            for member, spec, column, ids in _columns(
-                k, table, rows[name], kinds[name], state
-            ):
 
-                def chunks(column=column, ids=ids):
-                    nonlocal done
-                    for start in range(0, ids.size, CHUNK):
-                        chunk = ids[start : start + CHUNK]
-                        yield np.take(column, chunk, axis=0, mode="clip")
-                        done += chunk.size
-                        report(done, total)
+    def chunks(column, ids):
+        nonlocal done
+        for start in range(0, ids.size, CHUNK):
+            chunk = ids[start : start + CHUNK]
+            yield np.take(column, chunk, axis=0, mode="clip")
+            done += chunk.size
+            report(done, total)
 
-                writer.array(member, spec, chunks())
-        for k, leaf in enumerate(x for x in leaves if x.is_array):
-            spec = leaf.value.shape, leaf.value.dtype
-            writer.array(f"tree.{k}", spec, [leaf.value])
-        stack.close()
+    with replacing(path) as file:
+        with contextlib.closing(Writer(file, header)) as writer:
+            for k, (name, part) in enumerate(parts.items()):
+                for field, value in part._asdict().items():
+                    if isinstance(value, np.ndarray):
+                        writer.array(f"{k}.{field}", value)
+                    else:
+                        for i, array in enumerate(value):
+                            writer.array(f"{k}.{field}.{i}", array)
+                columns = part.columns(tables[name], state)
+                for member, (column, ids) in columns.items():
+                    spec = (ids.size, *column.shape[1:]), column.dtype
+                    writer.chunks(f"{k}.{member}", spec, chunks(column, ids))
+            for k, leaf in enumerate(x for x in leaves if x.is_array):
+                writer.array(f"tree.{k}", leaf.value)
         check_target(path)  # a table may have been made there meanwhile
     return history.version
 
@@ -207,79 +238,41 @@ def _all_rows(table: Table) -> np.ndarray:
     return np.flatnonzero(is_known)
 
 
-def _arrays(table: Table, rows: np.ndarray, state: bool) -> list[np.ndarray]:
-    """Returns a table's arrays that are not columns, in the order of `_specs`."""
-    arrays = [*table.rest] if state else []
-    if table.keys is not None:
-        arrays += [column[rows] for column in table.keys.columns]
-        arrays += table.keys.sightings() if state else []
-    return arrays
-
-
-# ------------------------------------------------------------------ members
-
-
-def _specs(
-    k: int, table: Table, description: Mapping[str, Any], state: bool
-) -> dict[str, Spec]:
-    """Returns the specs of the k-th table's arrays that are not columns."""
-    count = (description["rows"],)
-    specs: dict[str, Spec] = {f"{k}.rows": (count, np.dtype(np.int64))}
-    specs[f"{k}.kinds"] = count, np.dtype(np.uint8)
-    if state:
-        for i, leaf in enumerate(table.rest):
-            specs[f"{k}.rest.{i}"] = leaf.shape, leaf.dtype
-    if table.keys is not None:
-        for i in range(len(table.keys.columns)):
-            specs[f"{k}.keys.{i}"] = count, np.dtype(np.int64)
-        if state:
-            young, old = (description["sightings"][x] for x in ("young", "old"))
-            for i, size in enumerate((young, young, old, old)):
-                specs[f"{k}.sightings.{i}"] = (size,), np.dtype(np.int64)
-    return specs
-
-
-def _columns(
-    k: int, table: Table, rows: np.ndarray, kinds: np.ndarray, state: bool
-) -> Iterator[tuple[str, Spec, np.ndarray, np.ndarray]]:
-    """Returns the columns of the k-th table: name, spec, array and rows."""
-    ids = rows[kinds != _GONE]
-    spec = (ids.size, *table.weights.shape[1:]), table.weights.dtype
-    yield f"{k}.weights", spec, table.weights, ids
-    if state:
-        ids = rows[kinds == _WHOLE]
-        for i, column in enumerate(table.by_row):
-            spec = (ids.size, *column.shape[1:]), column.dtype
-            yield f"{k}.state.{i}", spec, column, ids
-
-
 def _count(header: Mapping[str, Any]) -> int:
     """Counts the rows to read or write, of weights and of each leaf of state."""
     total = 0
     for saved in header["tables"].values():
-        by_row = (
-            sum(leaf["by_row"] for leaf in saved["state"]) if header["state"] else 0
-        )
-        total += saved["weights"] + saved["whole"] * by_row
+        by_row = sum(leaf["by_row"] for leaf in saved["state"])
+        total += saved["weights"] + saved["whole"] * by_row * header["state"]
     return total
 
 
 # ------------------------------------------------------------------ reading
 
 
-class Part(NamedTuple):
-    """The rows of a table in a record, which was checked.
+def _specs(table: Table, saved: Mapping[str, Any], state: bool) -> dict[str, Spec]:
+    """Returns the arrays of a table that a file must have, by member.
 
     Args:
-      rows, kinds: of the rows that changed.
-      rest, keys, sightings: the arrays that are not columns.
+      table: of the store.
+      saved: the description of the table in the file.
+      state: True if the file has the optimizer state.
     """
-
-    rows: np.ndarray
-    kinds: np.ndarray
-    rest: list[np.ndarray]
-    keys: list[np.ndarray]
-    sightings: list[np.ndarray]
+    int64, count = np.dtype(np.int64), (saved["rows"],)
+    specs: dict[str, Spec] = {"rows": (count, int64), "kinds": (count, np.uint8)}
+    if table.keys is not None:
+        specs |= {f"keys.{i}": (count, int64) for i in range(len(table.keys.columns))}
+    columns = {"weights": (table.weights, saved["weights"])}
+    if state:
+        specs |= {f"rest.{i}": (x.shape, x.dtype) for i, x in enumerate(table.rest)}
+        whole = saved["whole"]
+        columns |= {f"state.{i}": (x, whole) for i, x in enumerate(table.by_row)}
+        if table.keys is not None:
+            sizes = (saved["sightings"]["young"] + saved["sightings"]["old"],)
+            specs |= {f"sightings.{i}": (sizes, int64) for i in range(2)}
+    for member, (column, size) in columns.items():
+        specs[member] = (size, *column.shape[1:]), column.dtype
+    return specs
 
 
 class Record:
@@ -313,18 +306,20 @@ class Record:
             self.header = reader.header
             self._check_tables(replaces)
             self._total, self._done = 2 * _count(self.header), 0
-            self.parts = {}
-            specs: dict[str, Spec] = {}
-            for k, name in enumerate(self.header["tables"]):
-                specs |= self._specs_of(k, name)
-            trees = [x for x in self.header["tree"] if "stored" in x]
-            tree_specs = {}
-            for k, leaf in enumerate(trees):
-                tree_specs[f"tree.{k}"] = _saved_tree.spec_of(path, leaf)
-            reader.expect(specs | tree_specs)
-            for k, name in enumerate(self.header["tables"]):
-                self.parts[name] = self._read_part(reader, k, name)
-                self._read_columns(reader, k, name, lambda *_: None)
+            self._specs: dict[str, Spec] = {}
+            for k, (name, saved) in enumerate(self.header["tables"].items()):
+                specs = _specs(tables[name], saved, self.header["state"])
+                self._specs |= {f"{k}.{member}": x for member, x in specs.items()}
+            arrays = [x for x in self.header["tree"] if "stored" in x]
+            tree_specs = {
+                f"tree.{k}": _saved_tree.spec_of(path, x) for k, x in enumerate(arrays)
+            }
+            reader.expect(self._specs | tree_specs)
+            self.parts = {
+                name: self._read_part(reader, k, name)
+                for k, name in enumerate(self.header["tables"])
+            }
+            self._read_columns(reader, lambda *_: None)
             arrays = [reader.array(*item) for item in tree_specs.items()]
             self.tree = _saved_tree.put(path, tree, self.header["tree"], arrays)
 
@@ -333,33 +328,17 @@ class Record:
         with Reader(self.path, _HEADER) as reader:
             if reader.header != self.header:
                 raise ValueError(f"{self.path} was replaced while it was read.")
-            for k, name in enumerate(self.header["tables"]):
-                self._read_columns(reader, k, name, put_rows)
-
-    def _specs_of(self, k: int, name: str) -> dict[str, Spec]:
-        """Returns all arrays of the k-th table."""
-        table, saved = self.tables[name], self.header["tables"][name]
-        specs = _specs(k, table, saved, self.header["state"])
-        for i, column in enumerate(
-            table.columns if self.header["state"] else [table.weights]
-        ):
-            member = f"{k}.weights" if i == 0 else f"{k}.state.{i - 1}"
-            count = saved["weights" if i == 0 else "whole"]
-            specs[member] = (count, *column.shape[1:]), column.dtype
-        return specs
+            self._read_columns(reader, put_rows)
 
     def _read_part(self, reader: Reader, k: int, name: str) -> Part:
         table, saved = self.tables[name], self.header["tables"][name]
-        specs = _specs(k, table, saved, self.header["state"])
-        arrays = {
-            member.split(".", 1)[1]: reader.array(member, spec)
-            for member, spec in specs.items()
-        }
-        of = lambda kind: [x for n, x in arrays.items() if n.startswith(f"{kind}.")]
-        part = Part(
-            arrays["rows"], arrays["kinds"], of("rest"), of("keys"), of("sightings")
-        )
-        rows, kinds = part.rows, part.kinds
+
+        def read(field):
+            is_of = re.compile(rf"{k}\.{field}(\.\d+)?").fullmatch
+            specs = {member: x for member, x in self._specs.items() if is_of(member)}
+            return [reader.array(*item) for item in specs.items()]
+
+        (rows,), (kinds,), *others = map(read, Part._fields)
         in_range = not rows.size or (rows[0] >= 0 and rows[-1] < table.height)
         if not in_range or (rows[1:] <= rows[:-1]).any():
             raise self._damaged(name, "its rows are not ascending row ids")
@@ -367,10 +346,10 @@ class Record:
             (kinds > _GIVEN).any()
             or np.count_nonzero(kinds) != saved["weights"]
             or np.count_nonzero(kinds == _WHOLE) != saved["whole"]
-            or (saved["given"] and (kinds == _GONE).any())
-            or (not saved["given"] and (kinds == _GIVEN).any())
+            or (kinds == (_GONE if saved["given"] else _GIVEN)).any()
         ):
             raise self._damaged(name, "kinds of rows do not add up")
+        part = Part(rows, kinds, *others)
         if part.keys:
             keys, _, counts = part.keys
             used = keys[counts > 0]
@@ -378,16 +357,17 @@ class Record:
                 raise self._damaged(name, "a key has several rows")
         return part
 
-    def _read_columns(self, reader: Reader, k: int, name: str, put: Any) -> None:
-        table, part, state = self.tables[name], self.parts[name], self.header["state"]
-        columns = _columns(k, table, part.rows, part.kinds, state)
-        for member, spec, column, ids in columns:
-            start = 0
-            for values in reader.chunks(member, spec):
-                put(column, ids[start : start + len(values)], values)
-                start += len(values)
-                self._done += len(values)
-                self._report(self._done, self._total)
+    def _read_columns(self, reader: Reader, put: Any) -> None:
+        """Calls `put(column, rows, values)` for all values of all columns."""
+        for k, (name, part) in enumerate(self.parts.items()):
+            columns = part.columns(self.tables[name], self.header["state"])
+            for member, (column, ids) in columns.items():
+                start, member = 0, f"{k}.{member}"
+                for values in reader.chunks(member, self._specs[member]):
+                    put(column, ids[start : start + len(values)], values)
+                    start += len(values)
+                    self._done += len(values)
+                    self._report(self._done, self._total)
 
     def _check_tables(self, replaces: bool) -> None:
         """Raises a ValueError unless the file is of the same tables."""
@@ -436,46 +416,13 @@ class Record:
             f"{self.path} is damaged: of table {name!r}, {why}. Use another copy."
         )
 
-    def check_keys(self, others: Mapping[str, np.ndarray]) -> None:
-        """Raises a ValueError unless each key has one row, with `others` untouched."""
-        for name, part in self.parts.items():
-            keys, rows = self.tables[name].keys, [part.rows, others[name]]
-            if keys is None:
-                continue
-            if not keys.can_replace(np.concatenate(rows), part.keys):
-                raise self._damaged(name, "a key has several rows")
 
-    def settle(self, name: str) -> None:
-        """Sets the parts of a table that are not columns."""
-        table, part = self.tables[name], self.parts[name]
-        table.touched[part.rows] = part.kinds == _WHOLE
-        for leaf, new in zip(table.rest, part.rest):
-            leaf[...] = new
-        if table.keys is not None and part.sightings:
-            hand = self.header["tables"][name]["sightings"]["hand"]
-            table.keys.restore_sightings(part.sightings, hand)
+# ------------------------------------------------------------------ changing the tables
 
 
 def load(record: Record, history: History) -> None:
-    """Replaces all tables by a save.
-
-    Until the last row is read, the tables are marked as half loaded.
-    """
-    with _marked_as_loading(record.tables):
-        for name, there in record.header["tables"].items():
-            table, part = record.tables[name], record.parts[name]
-            table.flushed_step = there.get("step")
-            table.reset(there["key"])
-            # Mark rows before writing, so that a later load resets them.
-            table.touched[part.rows] = 1
-            table.describe_as(there["key"], given=there["given"])
-            if table.keys is not None:
-                table.keys.replace(part.rows, part.keys)
-        record.write()
-        for name in record.parts:
-            record.settle(name)
-    history.follow(record.header["run"], record.header["version"])
-    history.known_since = history.version
+    """Replaces all tables by a save, with their keys and given weights."""
+    _put(record, history, replaces=True, is_save=True)
 
 
 def apply(
@@ -507,39 +454,69 @@ def apply(
             f"{path} has the changes since version {since}, but this store is at "
             f"version {history.version}. First apply the files between them."
         )
-    others = dict.fromkeys(tables, nothing)
-    if replaces:  # all other rows become untouched
+    return _put(record, history, replaces=replaces, is_save=False)
+
+
+def _put(
+    record: Record, history: History, *, replaces: bool, is_save: bool
+) -> dict[str, Changes]:
+    """Writes a record to its tables, which are half loaded until the last row.
+
+    Args:
+      record: the record.
+      history: of the store, which takes over the version of the record.
+      replaces: True to make all other rows untouched.
+      is_save: True to take over keys, given weights and flushed steps, too.
+    """
+    tables, header = record.tables, record.header
+    others = dict.fromkeys(tables, np.zeros((0,), np.int64))
+    if replaces:
         for name, table in tables.items():
             rows = record.parts[name].rows
             others[name] = np.setdiff1d(_all_rows(table), rows, assume_unique=True)
-    record.check_keys(others)
-    if not record.header["state"]:  # rows start with state, which a usable table allows
+    new_keys = {}  # by table: rows, and columns of keys, which other rows lose
+    for name, table in tables.items():
+        if table.keys is not None:
+            part, gone = record.parts[name], others[name]
+            free = np.zeros(gone.shape, np.int64)
+            columns = [np.concatenate([x, free]) for x in part.keys]
+            new_keys[name] = np.concatenate([part.rows, gone]), columns
+            if not table.keys.can_replace(*new_keys[name]):
+                raise record._damaged(name, "a key has several rows")
+    if not header["state"]:  # rows start with state, which a usable table allows
         for name, part in record.parts.items():
             tables[name].touch(part.rows[part.kinds == _WHOLE])
+    changes = {}
     with _marked_as_loading(tables), history.one_change():
-        changes = {}
         for name, table in tables.items():
-            part = record.parts[name]
-            evicted = nothing
+            part, there, gone = record.parts[name], header["tables"][name], others[name]
+            evicted = np.zeros((0,), np.int64)
+            if is_save:
+                key, given = there["key"], there["given"]
+                table.spec = dataclasses.replace(table.spec, key=key, given=given)
+                table.flushed_step = there.get("step")
             if table.keys is not None:
-                gone = others[name]
-                free = [np.zeros(gone.shape, np.int64) for _ in part.keys]
-                evicted = table.keys.replace(
-                    np.concatenate([part.rows, gone]),
-                    [np.concatenate(x) for x in zip(part.keys, free)],
-                )
+                evicted = table.keys.replace(*new_keys[name])
             # Without the state of rows that were trained and are not any more.
-            table.clear(np.union1d(part.rows[part.kinds != _WHOLE], others[name]))
-            changed = np.union1d(part.rows, others[name])
+            old = part.rows[(part.kinds != _WHOLE) & (table.touched[part.rows] != 0)]
+            table.clear(np.union1d(old, gone))
+            # Marked before they are written, so that a later load clears them.
+            table.touched[part.rows] = 1
+            changed = np.union1d(part.rows, gone)
             changes[name] = Changes(table.ids_of(changed), np.sort(evicted))
         record.write()
+        history.follow(header["run"], header["version"])
         for name, table in tables.items():
-            record.settle(name)
-        history.follow(run, version)
-        for name, table in tables.items():
+            part = record.parts[name]
+            table.touched[part.rows] = part.kinds == _WHOLE
+            for leaf, new in zip(table.rest, part.rest):
+                leaf[...] = new
+            if table.keys is not None and part.sightings:
+                sizes = header["tables"][name]["sightings"]
+                table.keys.restore_sightings(sizes, part.sightings)
             if replaces:
                 table.forget_changes()
-            table.mark_changed(record.parts[name].rows)
+            table.mark_changed(part.rows)
         if replaces:
             history.known_since = history.version
     return changes
@@ -549,8 +526,10 @@ def apply(
 def _marked_as_loading(tables: Mapping[str, Table]) -> Iterator[None]:
     """Marks tables as half loaded while it lasts, for a kill or an error within it."""
     for table in tables.values():
-        table.set_loading(True)
+        table.is_loading = True
+        table.write_header()
     yield
     for table in tables.values():
         table.memory.flush()
-        table.set_loading(False)
+        table.is_loading = False
+        table.write_header()

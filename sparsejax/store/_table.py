@@ -434,44 +434,12 @@ class Table:
         owners = self.spec.owners
         return owners.ids(rows).astype(_arguments.index_dtype(owners.height))
 
-    def reset(self, key: dict[str, Any]) -> None:
-        """Makes all rows untouched again; rows touched later start from `key`."""
-        for rows in self.chunks():
-            if not self.spec.given:
-                rows = rows[self.touched[rows] != 0]
-            for column in [self.weights, *self.by_row, self.touched]:
-                column[rows] = 0
-        self._mark_stale(None)
-        self.forget_changes()
-        if self.keys is not None:
-            self.keys.forget()
-        self.describe_as(key, given=False)
-
-    def describe_as(self, key: dict[str, Any], *, given: bool) -> None:
-        """Changes the description of the table, also in its mapped file."""
-        self.spec = dataclasses.replace(self.spec, key=key, given=given)
+    def write_header(self) -> None:
+        """Writes the description and the marks of the table to its mapped file."""
         marks: dict[str, Any] = {"loading": True} if self.is_loading else {}
         if self.journal is not None:
             marks["journal"] = self.journal
         self.memory.describe(self.description() | marks)
-
-    def given_in_file(self, found: dict[str, Any]) -> None:
-        """Takes over the marks in the header of a mapped file that was opened."""
-        self.spec = dataclasses.replace(self.spec, given=found["given"])
-        self.journal, self.flushed_step = found.get("journal"), found.get("step")
-
-    def set_loading(self, loading: bool) -> None:
-        """Marks the table as half loaded or not, also in its mapped file."""
-        self.is_loading = loading
-        self.describe_as(self.spec.key, given=self.spec.given)
-
-    def set_journal(self, journal: str | None) -> None:
-        """Marks the table as changed since a journal was begun, also in its file.
-
-        With None, the table is marked as flushed at its `flushed_step`.
-        """
-        self.journal = journal
-        self.describe_as(self.spec.key, given=self.spec.given)
 
     def close(self) -> None:
         """Releases the arrays."""
