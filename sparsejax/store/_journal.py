@@ -111,7 +111,16 @@ def roll_back(table: Table) -> None:
         _remove_leftover(path)
         return
     try:
-        with open(path, "rb") as file:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        raise ValueError(
+            f"Table {table.spec.name!r} was trained in a CachedTable that did "
+            f"not end with a flush, and its journal {path}, which has the rows of the "
+            "last flush, is not there. Put it back, or use another copy of the table."
+        ) from None
+    with file:
+        for is_checked in (False, True):  # all checksums, before a row is changed
+            file.seek(0)
             header = _format.read_header(path, file, MAGIC, _HEADER)
             if header["id"] != table.journal:
                 raise ValueError(
@@ -119,21 +128,10 @@ def roll_back(table: Table) -> None:
                     f"{table.spec.name!r}. Put back the one that belongs to it."
                 )
             entries = _entries(path, file, table)
-            next(entries)
-            for _ in entries:  # all checksums, before a row is changed
-                pass
-            file.seek(0)
-            _format.read_header(path, file, MAGIC, _HEADER)
-            entries = _entries(path, file, table)
             other_state = next(entries)
             for rows, *columns in entries:
-                table.write(rows, columns)
-    except FileNotFoundError:
-        raise ValueError(
-            f"Table {table.spec.name!r} was trained in a CachedTable that did "
-            f"not end with a flush, and its journal {path}, which has the rows of the "
-            "last flush, is not there. Put it back, or use another copy of the table."
-        ) from None
+                if is_checked:
+                    table.write(rows, columns)
     for old, new in zip(table.rest, other_state):
         old[...] = new
     table.memory.flush()
@@ -154,55 +152,49 @@ def _remove_leftover(path: pathlib.Path) -> None:
 
 
 def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
-    checksum = 0
     parts = [_format.as_bytes(x) for x in arrays]
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    prefix = count.to_bytes(8, "little") + checksum.to_bytes(4, "little")
-    file.write(prefix + zlib.crc32(prefix).to_bytes(4, "little"))
-    for part in parts:
+    prefix = count.to_bytes(8, "little") + _checksum(*parts)
+    for part in (prefix, _checksum(prefix), *parts):
         file.write(part)
     file.flush()
 
 
-def _entries(path: Any, file: BinaryIO, table: Table) -> Iterator[Any]:
+def _entries(path: Any, file: BinaryIO, table: Table) -> Iterator[list[np.ndarray]]:
     """Yields the leaves of state without rows, then rows and columns of each entry."""
-    first = _read_entry(path, file, table, is_first=True)
-    if first is None:  # they were on the disk before the table's header had the id
-        raise _damaged(path, file)
-    yield first
-    while (entry := _read_entry(path, file, table)) is not None:
-        rows = entry[0]
-        if rows.size and (rows.min() < 0 or rows.max() >= table.height):
+    size, is_first = os.fstat(file.fileno()).st_size, True
+    while True:
+        prefix = file.read(_PREFIX)
+        count = int.from_bytes(prefix[:8], "little")
+        is_cut = len(prefix) < _PREFIX
+        if not is_cut and _checksum(prefix[:12]) != prefix[12:]:
             raise _damaged(path, file)
-        yield entry
+        specs = [(x.shape, x.dtype) for x in table.rest]
+        if not is_first:
+            specs = [((count, *x.shape[1:]), x.dtype) for x in table.columns]
+            specs.insert(0, ((count,), np.dtype(np.int64)))
+        lengths = [math.prod(shape) * dtype.itemsize for shape, dtype in specs]
+        if is_cut or sum(lengths) > size - file.tell():
+            if is_first:  # it was on the disk before the table's header had the id
+                raise _damaged(path, file)
+            return
+        parts = [file.read(length) for length in lengths]
+        if _checksum(*parts) != prefix[8:12]:
+            raise _damaged(path, file)
+        arrays = [
+            np.frombuffer(part, dtype).reshape(shape)
+            for part, (shape, dtype) in zip(parts, specs)
+        ]
+        if not is_first and (arrays[0].view(np.uint64) >= table.height).any():
+            raise _damaged(path, file)
+        yield arrays
+        is_first = False
 
 
-def _read_entry(
-    path: Any, file: BinaryIO, table: Table, *, is_first: bool = False
-) -> list[np.ndarray] | None:
-    """Reads the arrays of the next entry, None if the file ends within them."""
-    left = os.fstat(file.fileno()).st_size - file.tell() - _PREFIX
-    if left < 0:
-        return None
-    prefix = file.read(_PREFIX)
-    count = int.from_bytes(prefix[:8], "little")
-    if zlib.crc32(prefix[:12]) != int.from_bytes(prefix[12:], "little"):
-        raise _damaged(path, file)
-    specs: list[Any] = [(x.shape, x.dtype) for x in table.rest]
-    if not is_first:
-        specs = [((count, *x.shape[1:]), x.dtype) for x in table.columns]
-        specs.insert(0, ((count,), np.dtype(np.int64)))
-    if sum(math.prod(shape) * dtype.itemsize for shape, dtype in specs) > left:
-        return None
-    arrays, checksum = [], 0
-    for shape, dtype in specs:
-        content = file.read(math.prod(shape) * dtype.itemsize)
-        checksum = zlib.crc32(content, checksum)
-        arrays.append(np.frombuffer(content, dtype).reshape(shape))
-    if checksum != int.from_bytes(prefix[8:12], "little"):
-        raise _damaged(path, file)
-    return arrays
+def _checksum(*parts: Any) -> bytes:
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part, checksum)
+    return checksum.to_bytes(4, "little")
 
 
 def _damaged(path: Any, file: BinaryIO) -> ValueError:
