@@ -68,9 +68,6 @@ class Memory:
     def flush(self) -> None:
         """Does nothing: there is no file."""
 
-    def check_in_place(self) -> None:
-        """Does nothing: there is no file."""
-
     def close(self) -> None:
         """Frees the memory."""
         self.arrays = []
@@ -115,7 +112,7 @@ class MappedFile:
                 file.seek(offsets[k])
                 file.write(_format.as_bytes(values))
 
-        file = _create_unless_there(path, end, write)
+        file = _create(path, end, write)
         self.is_new = file is not None
         if file is None:
             if header["given"]:  # its weights would be lost
@@ -158,12 +155,13 @@ class MappedFile:
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
-        """Waits until all changes are on the disk."""
-        self._map.flush()
+        """Waits until all changes are on the disk.
 
-    def check_in_place(self) -> None:
-        """Raises if the file was removed, or another one put in its place."""
-        if not is_at(self._file, self.path):
+        Raises:
+          FileNotFoundError: the file was removed, or another one put in its place.
+        """
+        self._map.flush()
+        if not _is_at(self._file, self.path):
             raise FileNotFoundError(
                 f"{self.path} was deleted or replaced while this store had it "
                 "open, so its rows end with this process. Call save to keep them."
@@ -171,20 +169,31 @@ class MappedFile:
 
     def close(self) -> None:
         """Flushes, and releases the file to other stores."""
-        self.flush()
+        self._map.flush()
         self.arrays = []
         del self._map  # unmapped when the last view of it is gone
         # Unlocked explicitly, since a forked child may have the file open for longer.
         # The child itself must not unlock it, since the lock is its parent's.
-        if self._process == os.getpid():
-            unlock(self._file)
+        if self._process == os.getpid() and fcntl is not None:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
 
-def _create_unless_there(
+def _create(
     path: pathlib.Path, size: int, write: Callable[[BinaryIO], Any]
 ) -> io.BufferedRandom | None:
-    """Creates the file of a table, locked; returns None if it exists already."""
+    """Makes the file of a table, which appears whole and locked.
+
+    Args:
+      path: symbolic links are followed; its file system must have hard links.
+      size: to which the file may grow.
+      write: writes the content.
+
+    Returns:
+      The file, open for reading and writing; None if there is one already.
+    """
+    path = pathlib.Path(os.path.realpath(path))
     if path.exists():
         return None
     free = shutil.disk_usage(path.parent).free
@@ -194,10 +203,23 @@ def _create_unless_there(
             f"{free} left, and writing to a mapped file on a full disk kills the "
             "process. Free some space, or use another file system."
         )
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    file = open(temporary, "x+b")
     try:
-        return create(path, write)
+        _lock(file)
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        os.link(temporary, path)  # one step, unlike a check and a rename
     except FileExistsError:  # another process was faster
+        file.close()
         return None
+    except BaseException:
+        file.close()
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file
 
 
 def _read_header(
@@ -227,17 +249,38 @@ def _open_locked(path: pathlib.Path) -> io.BufferedRandom:
     while True:
         file = open(path, "r+b")
         try:
-            if not lock(file):
+            if not _lock(file):
                 raise RuntimeError(
                     f"{_INIT}: {path} is in use by another store, in this process or "
                     "another one. Close that store first."
                 )
-            if is_at(file, path):
+            if _is_at(file, path):
                 return file
         except BaseException:
             file.close()
             raise
         file.close()  # the file was replaced after it was opened
+
+
+def _lock(file: BinaryIO) -> bool:
+    """Locks a file until it is closed; returns False if it is locked already."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks
+            pass
+    return True
+
+
+def _is_at(file: io.IOBase | BinaryIO, path: str | os.PathLike[str]) -> bool:
+    """Returns True if an open file is the one at `path`, not removed or replaced."""
+    try:
+        there = os.stat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(there, os.fstat(file.fileno()))
 
 
 def is_mapped_table(path: str | os.PathLike[str]) -> bool:
@@ -283,85 +326,3 @@ def _advise(memory: mmap.mmap, name: str) -> None:
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel without that feature
             memory.madvise(advice)
-
-
-# ------------------------------------------------------------------ files of one store
-
-
-def create(
-    path: str | os.PathLike[str], write: Callable[[io.BufferedRandom], Any]
-) -> io.BufferedRandom:
-    """Makes a file that appears at `path` whole, and locked if locks exist.
-
-    Args:
-      path: symbolic links are followed.
-      write: writes the content.
-
-    Returns:
-      The file, open for reading and writing. The lock (of `flock`) ends when the file
-      is closed.
-
-    Raises:
-      FileExistsError: there is a file at `path`, perhaps since a moment ago.
-    """
-    path = pathlib.Path(os.path.realpath(path))
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    file = open(temporary, "x+b")
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            lock(file)
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-        _rename_to_new(temporary, path)
-    except BaseException:
-        file.close()
-        raise
-    finally:
-        temporary.unlink(missing_ok=True)
-    return file
-
-
-def _rename_to_new(temporary: pathlib.Path, path: pathlib.Path) -> None:
-    """Gives a file the name `path`, or raises FileExistsError."""
-    try:
-        os.link(temporary, path)  # one step, unlike a check and a rename
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without links: an empty file reserves the name
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-        try:
-            os.replace(temporary, path)
-        except OSError:
-            path.unlink()
-            raise
-
-
-def lock(file: BinaryIO) -> bool:
-    """Locks a file until it is closed. Returns False if it is locked already.
-
-    Raises:
-      OSError: its file system has no locks.
-    """
-    if fcntl is None:
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def unlock(file: io.IOBase) -> None:
-    """Ends the lock of a file, also for other processes that have it open."""
-    if fcntl is not None:
-        fcntl.flock(file, fcntl.LOCK_UN)
-
-
-def is_at(file: io.IOBase | BinaryIO, path: str | os.PathLike[str]) -> bool:
-    """Returns True if an open file is the one at `path`, not removed or replaced."""
-    try:
-        there = os.stat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(there, os.fstat(file.fileno()))

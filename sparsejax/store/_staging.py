@@ -258,7 +258,6 @@ class Staging:
             self.write_dirty(places.arrays())
             self.write_rest(places.counts())
             table.memory.flush()
-            table.memory.check_in_place()
             table.flushed_step = step
             if self._journal is not None:
                 self._journal.commit()

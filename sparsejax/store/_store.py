@@ -1086,7 +1086,6 @@ class KVStore:
         def work():
             for table in self.engine.tables.values():
                 table.memory.flush()
-                table.memory.check_in_place()
 
         self.engine.run(work)
 

@@ -354,7 +354,7 @@ def test_rows_are_read_while_the_step_runs():
         assert len(ahead) == (k < 9)
         for entry in ahead:  # the next step reads nothing
             entry.done.result()
-            assert entry.staged.columns and rows._is_current(entry.staged)
+            assert entry.columns and rows._is_current(entry)
         store.stats()
         assert not rows._to_write  # the rows that left are on the host
     assert not workers()

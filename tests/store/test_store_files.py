@@ -1,6 +1,8 @@
 """Stores in files: saved whole or not at all, and tables mapped into memory."""
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import pathlib
@@ -515,6 +517,20 @@ def test_a_table_that_is_created_while_a_store_is_saved(tmp_path):
         other.push("t", make_rows([3], V, (D,))[0])
         other.flush()  # its file is in its place
     assert files(tmp_path) == ["file"]
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    path = tmp_path / "table"
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for rows in (1, 2):
+        with sj.store.KVStore() as store:
+            store.init("t", (V, D), TX, path=path)
+            store.pull("t", [rows])
+            assert store.stats()["t"].touched_rows == rows
+    assert files(tmp_path) == ["table"]
 
 
 def test_a_mapped_file_that_is_deleted_or_replaced(tmp_path):
