@@ -36,6 +36,7 @@ from jax import lax
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
+from sparsejax._index.policy import KeyPolicy, eviction_orders, window_length
 from sparsejax._rows import indexing
 from sparsejax._rows.order_after import always_true
 
@@ -44,7 +45,6 @@ _CALL = "sparsejax.HashIndex"
 _LANES = 8  # slots per bucket: with 32-bit keys a bucket fills a cache line
 _EMPTY = np.uint32(0xFFFFFFFF)  # the row stored in an empty slot
 _CHUNK = 4096  # new keys inserted per turn of a loop
-_WINDOW = 4096  # the least number of rows searched for victims
 _DEPTH = 4  # cells per key in the sketch
 _MAX_SIGHTINGS = 255  # the largest count of a cell, which is in its low 8 bits
 _STATIC = {"static": True}  # the metadata of a field that is not an array
@@ -168,20 +168,11 @@ class HashIndex:
                 f"key_bits must be 32 or 64, got {_arguments.show(key_bits)}. Hash "
                 "longer keys, such as strings, to 64 bits first."
             )
-        if policy not in ("lru", "lfu"):
-            raise ValueError(
-                f"policy must be 'lru' or 'lfu', got {_arguments.show(policy)}. To "
-                "evict nothing, pass max_evictions=0."
-            )
-        admit_after = _arguments.static_int("admit_after", admit_after, 1)
-        if admit_after > _MAX_SIGHTINGS:
+        rules = KeyPolicy(policy, admit_after, max_evictions, window)
+        if rules.admit_after > _MAX_SIGHTINGS:
             raise ValueError(
                 f"admit_after must be at most {_MAX_SIGHTINGS}, got {admit_after}."
             )
-        if max_evictions is not None:
-            max_evictions = _arguments.static_int("max_evictions", max_evictions)
-        if window is not None:
-            window = _arguments.static_int("window", window, 1)
         seed = _arguments.static_int("seed", seed)
 
         num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
@@ -189,7 +180,7 @@ class HashIndex:
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
         sketch = None
-        if admit_after > 1:
+        if rules.admit_after > 1:
             width = _arguments.next_power_of_two(max(1024, capacity))
             sketch = jnp.zeros((_DEPTH, width), jnp.uint32)
         return cls(
@@ -205,10 +196,10 @@ class HashIndex:
             num_refused=zero(jnp.uint32),
             num_waiting=zero(jnp.uint32),
             key_bits=int(key_bits),
-            policy=policy,
-            admit_after=admit_after,
-            max_evictions=max_evictions,
-            window=window,
+            policy=rules.policy,
+            admit_after=rules.admit_after,
+            max_evictions=rules.max_evictions,
+            window=rules.window,
             seed=seed,
         )
 
@@ -881,8 +872,7 @@ def _write(
 
 def _window(index: HashIndex, most: int) -> tuple[jax.Array, int]:
     """Returns the first row of the window of possible victims, and its length."""
-    length = max(_WINDOW, 8 * most) if index.window is None else index.window
-    length = min(length, index.capacity)
+    length = window_length(index.window, most, index.capacity)
     return jnp.minimum(index.hand, index.capacity - length), length
 
 
@@ -909,10 +899,9 @@ def _choose_victims(
 ) -> tuple[jax.Array, jax.Array]:
     """Chooses `count` rows to evict, ascending, padded to `most`; moves the hand."""
     rows, last_step, left = _evictable(index, step, most)
-    length, orders = rows.shape[0], [last_step]  # the one that counts most first
-    if index.policy == "lfu":
-        counts = lax.dynamic_slice(index.counts, (rows[0],), (length,))
-        orders = [counts.astype(jnp.uint32), *orders]
+    length = rows.shape[0]
+    counts = lax.dynamic_slice(index.counts, (rows[0],), (length,)).astype(jnp.uint32)
+    orders = eviction_orders(index.policy, last_step, counts)
     chosen, _ = indexing.positions(_smallest(left, orders, count), most)
     victims = jnp.where(chosen < length, rows[0] + chosen, np.int32(index.capacity))
     hand = rows[-1] + 1

@@ -15,8 +15,8 @@
 `sparsejax.nn.Trainer` pulls and pushes for a model.
 """
 
+from sparsejax._index.policy import KeyPolicy as KeyPolicy
 from sparsejax.store._cached import CachedTable as CachedTable, CacheStats as CacheStats
-from sparsejax.store._keys import KeyPolicy as KeyPolicy
 from sparsejax.store._snapshot import Changes as Changes
 from sparsejax.store._store import KVStore as KVStore
 from sparsejax.store._table import TableStats as TableStats

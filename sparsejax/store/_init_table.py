@@ -11,10 +11,10 @@ from jax.core import Tracer
 
 from sparsejax import _arguments
 from sparsejax._files import as_path
+from sparsejax._index.policy import KeyPolicy
 from sparsejax.store import _format
 from sparsejax.store._history import History
 from sparsejax.store._journal import roll_back
-from sparsejax.store._keys import KeyPolicy
 from sparsejax.store._mapped import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer

@@ -25,68 +25,15 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._hashing import hash_words
+from sparsejax._index.policy import KeyPolicy, eviction_orders, window_length
 from sparsejax.store._key_map import KeyMap
 from sparsejax.store._requested import sorted_unique
 
 
-_MIN_WINDOW = 4096
 _MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generations
 
 _COLUMNS = 3  # arrays that have an entry for each row
 _HAND, _YOUNG = 0, 1  # places in the cursor
-
-
-@dataclasses.dataclass(frozen=True)
-class KeyPolicy:
-    """Decides which keys get a row of a store's table, and which are evicted for them.
-
-    For `KVStore.init(..., keys=KeyPolicy())`. The arguments have the meaning that they
-    have in `sparsejax.HashIndex.create`: with `last(k)` the last step of key k and
-    `count(k)` its number of batches, "lru" evicts `argmin_k last(k)` and "lfu"
-    `argmin_k (count(k), last(k))`, among the next `window` rows.
-
-    Args:
-      policy: "lru" evicts the least recently used keys, "lfu" the least frequently used
-        ones, and of those the least recently used.
-      admit_after: int, the number of calls of `KVStore.insert` in which a key must
-        occur to get a row.
-      max_evictions: int, the number of keys that one call may evict; 0 for none. By
-        default the number of its keys.
-      window: int, the number of rows among which a call searches the keys to evict. The
-        next call searches the next rows. By default 8 times the number of keys to
-        evict, and at least 4096. With the height of the table, a call that evicts
-        searches all rows, and finds the least used keys of all.
-
-    Raises:
-      TypeError, ValueError: an argument is not as described.
-
-    Example:
-      >>> import sparsejax as sj
-      >>> sj.store.KeyPolicy(admit_after=2)
-      KeyPolicy(policy='lru', admit_after=2, max_evictions=None, window=None)
-
-    References:
-      TorchRec, managed collision (ZCH); TensorFlow Recommenders Addons, dynamic
-      embedding and its restrict policies.
-    """
-
-    policy: str = "lru"
-    admit_after: int = 1
-    max_evictions: int | None = None
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.policy not in ("lru", "lfu"):
-            raise ValueError(
-                "KeyPolicy: policy must be 'lru' or 'lfu', got "
-                f"{_arguments.show(self.policy)}. To evict nothing, pass "
-                "max_evictions=0."
-            )
-        _arguments.static_int("admit_after", self.admit_after, 1)
-        if self.max_evictions is not None:
-            _arguments.static_int("max_evictions", self.max_evictions)
-        if self.window is not None:
-            _arguments.static_int("window", self.window, 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -265,8 +212,7 @@ class TableKeys:
         return int(self._cursor[_HAND]) % max(self.height, 1)
 
     def _window(self, count: int) -> int:
-        window = self.policy.window or max(_MIN_WINDOW, 8 * count)
-        return min(window, self.height)
+        return window_length(self.policy.window, count, self.height)
 
     def _victims(self, count: int, step: int, known: np.ndarray) -> np.ndarray:
         """Returns `count` rows or less of keys last used before `step`, ascending.
@@ -279,11 +225,8 @@ class TableKeys:
         rows = np.sort(rows)
         rows = rows[(self.counts[rows] > 0) & (self.last_step[rows] < step)]
         rows = np.setdiff1d(rows, known, assume_unique=True)
-        last = self.last_step[rows]
-        if self.policy.policy == "lru":
-            order = np.argsort(last, kind="stable")
-        else:
-            order = np.lexsort((last, self.counts[rows]))
+        uses = self.last_step[rows], self.counts[rows]
+        order = np.lexsort(eviction_orders(self.policy.policy, *uses)[::-1])
         return np.sort(rows[order[:count]])
 
 

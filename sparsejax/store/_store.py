@@ -16,11 +16,12 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
+from sparsejax._index.policy import KeyPolicy
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _functions, _saved_tree, _snapshot
 from sparsejax.store._engine import CapacityOf, Engine, Request
 from sparsejax.store._init_table import make_table, own_path, spec_of
-from sparsejax.store._keys import KeyPolicy, TableKeys, as_keys, as_where
+from sparsejax.store._keys import TableKeys, as_keys, as_where
 from sparsejax.store._mesh import of_all_processes
 from sparsejax.store._processes import Processes
 from sparsejax.store._requested import (

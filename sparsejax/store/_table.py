@@ -21,11 +21,12 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._index.policy import KeyPolicy
 from sparsejax.store import _format
 from sparsejax.store._format import CHUNK
 from sparsejax.store._history import History, RowVersions
 from sparsejax.store._in_flight import EarlyRows
-from sparsejax.store._keys import KeyPolicy, TableKeys, specs_of_keys
+from sparsejax.store._keys import TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._requested import MIN_CAPACITY, bucket, places_of
