@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from sparsejax._segments import SegmentTensor
 from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
 from sparsejax.store import KVStore
-from sparsejax.store._functions import jitted, split
+from sparsejax.store._functions import as_arrays, jitted
 from sparsejax.store._requested import Capacities, bucket
 from sparsejax.store._train_step import RowsStep
 from sparsejax.store._tree_tables import ListedTable
@@ -167,13 +167,6 @@ class Trainer:
         )
         self._run_forward = jitted(self._forward, checked=checked)
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{_CALL}: a trainer cannot be copied or pickled, because its store has a "
-            "thread. Save trainer.store with its save(path), and trainer.params, "
-            "trainer.opt_state and trainer.steps with any tool."
-        )
-
     # -- training -----------------------------------------------------------------
 
     def step(
@@ -205,7 +198,7 @@ class Trainer:
             name: ListedTable(self.store.engine, name, spec.shape, spec.dtype)
             for name, spec in specs.items()
         }
-        args = (tables, self.params), self.opt_state, split(batch), padded
+        args = (tables, self.params), self.opt_state, as_arrays(batch), padded
         with self._explained():
             (_, self.params), self.opt_state, loss, grads = self._step(*args)
         self._step.push(grads)
@@ -219,7 +212,7 @@ class Trainer:
         batch = self._on_device(batch)
         rows = self._padded(self._pull(batch))
         with self._explained():
-            return self._run_forward(rows, split(self.params), split(batch))
+            return self._run_forward(rows, as_arrays(self.params), as_arrays(batch))
 
     def row_ids(self, batch: PyTree) -> dict[str, Any]:
         """Returns `block.row_ids` for a batch, checked against the store.

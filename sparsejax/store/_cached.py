@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -179,12 +179,6 @@ class CachedTable:
         shape = [self._rows.slots.row_of.size, *self._stored.shape[1:]]
         array = f"{self._stored.dtype.name}{shape}".replace(" ", "")
         return f"CachedTable({self._stored.name!r}, {array})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "A CachedTable cannot be copied or pickled, because its rows belong to a "
-            "store. Call cache.flush(params, opt_state) and store.save(path)."
-        )
 
     @property
     def table(self) -> CachedRows:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -87,6 +87,13 @@ class Engine:
         self.history = History()
         self.depths: list[int] = []  # of the iterators of prefetch that run
         self.is_closed = False
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A KVStore, its tables and its steps cannot be copied or pickled, because "
+            "it has a thread and may have open files. Save the tables with "
+            "store.save(path), and load them into another store."
+        )
 
     def check_open(self) -> None:
         """Raises a ValueError if the store was closed."""

@@ -11,6 +11,7 @@ A call of such a function runs these steps:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -33,13 +34,11 @@ from sparsejax.store._tree_tables import (
     tables_of,
     view_to_record,
 )
-from sparsejax.transform import rules, value_and_grad
+from sparsejax.transform import value_and_grad
 from sparsejax.transform.forward import IdsProgram, ids_program, run_forward
 from sparsejax.transform.interpreter import Reads, Run, walk
 from sparsejax.transform.trace import trace_flat
 
-
-del rules  # imported for the rules that it registers
 
 # The rows of a step by table.
 Rows = Mapping[str, Pulled]
@@ -48,38 +47,43 @@ Rows = Mapping[str, Pulled]
 # ------------------------------------------------------------------ arguments
 
 
-class _Array:
-    """Stands for an array among the leaves of a tree."""
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A leaf that is not an array, and must be hashable.
+
+    With its type: 1, 1.0 and True are equal, but a function may treat them differently.
+    """
+
+    kind: type
+    value: Any
 
 
-_ARRAY = _Array()
-
-
-def split(tree: Any) -> tuple[list[Any], Any]:
-    """Splits a tree into its arrays and the remainder, which must be hashable.
+def as_arrays(tree: Any) -> Any:
+    """Returns a tree whose leaves are arrays, for programs that `jitted` compiles.
 
     Raises:
       TypeError: an array is traced.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    arrays = [_arguments.saturate(x) for x in leaves if _arguments.is_array(x)]
-    if any(isinstance(x, Tracer) for x in arrays):
-        raise TypeError(
-            "An argument is traced by jit, vmap, grad or scan, but the rows of the "
-            "store are in host memory. Call the function outside: it compiles the step "
-            "itself."
-        )
-    # With the types: 1, 1.0 and True are equal, but a function may treat them
-    # differently.
-    others = (_ARRAY if _arguments.is_array(x) else (type(x), x) for x in leaves)
-    return arrays, (structure, tuple(others))
+
+    def one(x):
+        if isinstance(x, Tracer):
+            raise TypeError(
+                "An argument is traced by jit, vmap, grad or scan, but the rows of the "
+                "store are in host memory. Call the function outside: it compiles the "
+                "step itself."
+            )
+        is_array = _arguments.is_array(x)
+        return _arguments.saturate(x) if is_array else _Static(type(x), x)
+
+    return jax.tree.map(one, tree)
 
 
-def join(arrays: Sequence[Any], static: Any) -> Any:
-    """Joins the tree that `split` cut, with these arrays."""
-    structure, others = static
-    remaining = iter(arrays)
-    return structure.unflatten(next(remaining) if x is _ARRAY else x[1] for x in others)
+def _as_given(tree: Any) -> Any:
+    """Inverts `as_arrays`."""
+    is_static = lambda x: isinstance(x, _Static)
+    value = lambda x: x.value if is_static(x) else x
+    return jax.tree.map(value, tree, is_leaf=is_static)
 
 
 def check_no_cache(tree: Any) -> None:
@@ -124,8 +128,9 @@ class Program(NamedTuple):
     needed: tuple[int, ...]
     counts: dict[str, int]
 
-    def ids(self, arrays: Sequence[Any]) -> dict[str, Any]:
-        """Returns the ids for the arrays of all arguments."""
+    def ids(self, arguments: Any) -> dict[str, Any]:
+        """Returns the ids for arguments of this structure."""
+        arrays = jax.tree.leaves(arguments)
         needed = [arrays[k] for k in self.needed]
         is_here = lambda x: not isinstance(x, jax.Array) or x.is_fully_addressable
         if not all(map(is_here, needed)):
@@ -159,22 +164,20 @@ class RowIds:
         self._engine, self._fun = engine, fun
         self._programs: dict[Any, Program] = {}
 
-    def program(self, arrays: Sequence[Any], *statics: Any) -> Program:
-        """Returns the program for arguments of this structure.
+    def program(self, arguments: Any) -> Program:
+        """Returns the program for arguments of this structure, from `as_arrays`.
 
-        Args:
-          arrays: of all arguments, or their specs.
-          *statics: the rest of each argument, from `split`.
+        The arrays may be specs.
         """
-        key = statics, tuple(map(_kind_of, arrays))
+        arrays, structure = jax.tree.flatten(arguments)
+        key = structure, tuple(map(_kind_of, arrays))
         if key not in self._programs:
-            self._programs[key] = self._make(arrays, statics)
+            # Without their shardings: the program runs on the host.
+            self._programs[key] = self._make(list(map(spec_of, arrays)), structure)
         return self._programs[key]
 
-    def _make(self, arrays: Sequence[Any], statics: Sequence[Any]) -> Program:
-        # Without their shardings: the program runs on the host.
-        arrays = [spec_of(x) for x in arrays]
-        flat, tables = self._trace(arrays, statics)
+    def _make(self, arrays: Sequence[Any], structure: Any) -> Program:
+        flat, tables = self._trace(arrays, structure)
         run = Run({k: table.shape[0] for k, table in enumerate(tables)})
         live = (True,) * len(flat.jaxpr.outvars)
         step = lambda inputs, reads: walk(
@@ -201,16 +204,12 @@ class RowIds:
         by_table = functools.partial(_by_table, names, sites, program)
         return Program(jax.jit(by_table), tuple(needed), counts)
 
-    def _trace(self, arrays: Sequence[Any], statics: Sequence[Any]) -> Any:
+    def _trace(self, arrays: Sequence[Any], structure: Any) -> Any:
         """Traces the function with a view of each table; returns program and tables."""
         tables: dict[str, Any] = {}
 
         def on_views(arrays):
-            remaining = iter(arrays)
-            args = [
-                join([next(remaining) for x in others if x is _ARRAY], (tree, others))
-                for tree, others in statics
-            ]
+            args = _as_given(structure.unflatten(arrays))
             in_args = tables_of(args)
             _check_tables(self._engine, in_args)
             tables.update({table.name: table for table in in_args})
@@ -382,28 +381,24 @@ def _with_values(tables: Any, several: bool, count: int) -> Any:
 def jitted(
     body: Callable[..., Any], donate: bool = False, checked: bool = False
 ) -> Callable[..., Any]:
-    """Compiles `body(rows, first, rest)`, of rows and two trees that `split` cut.
+    """Compiles `body(rows, first, rest)`, of rows and two trees of any leaves.
 
     Returns:
-      `f(rows, first, rest)`, of the rows of a step by table, and of the arrays and
-      static part of two trees. With `donate`, the arrays of `first` are donated. With
-      `checked`, it runs under `checkify`, and raises if a check failed.
+      `f(rows, first, rest)`, of the rows of a step by table, and of two trees from
+      `as_arrays`. With `donate`, the arrays of `first` are donated. With `checked`, it
+      runs under `checkify`, and raises if a check failed.
     """
-    numbers = (3,) if donate else ()
 
-    @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=numbers)
-    def run(first_static, rest_static, rows, *arrays):
-        def on_arrays(rows, first, rest):
-            return body(rows, join(first, first_static), join(rest, rest_static))
+    def on_arrays(rows, first, rest):
+        return body(rows, _as_given(first), _as_given(rest))
 
-        on_arrays = checkify.checkify(on_arrays) if checked else on_arrays
-        return on_arrays(rows, *arrays)
+    run = checkify.checkify(on_arrays) if checked else on_arrays
+    run = jax.jit(run, donate_argnums=(1,) if donate else ())
 
     def call(rows, first, rest):
         # As a tree, a SelectedRows seals its ids, which takes a program for each table.
         as_pair = lambda x: (x.rows, x.values) if is_selected_rows(x) else x
-        pairs = {name: as_pair(x) for name, x in rows.items()}
-        out = run(first[1], rest[1], pairs, first[0], rest[0])
+        out = run({name: as_pair(x) for name, x in rows.items()}, first, rest)
         if checked:
             error, out = out
             error.throw()

@@ -32,17 +32,20 @@ class Processes:
     """The processes that share the rows of a store.
 
     Args:
-      process, count: the index of this process, and P.
+      process, count: the index of this process, and P. With one process, a save is a
+        file, and nothing waits.
       gather: the arrays `[P, ...]` of all processes, from the array of each. A
         collective.
     """
 
-    process: int
-    count: int
-    gather: Callable[[np.ndarray], np.ndarray]
+    process: int = 0
+    count: int = 1
+    gather: Callable[[np.ndarray], np.ndarray] = lambda x: x[None]
 
     def run(self, work: Callable[[], T]) -> T:
         """Runs `work()`; raises everywhere if any process raises. A collective."""
+        if self.count == 1:
+            return work()
         error, result = None, None
         try:
             result = work()
@@ -60,6 +63,9 @@ class Processes:
 
     def save(self, path: Any, write: Callable[[str], Any]) -> None:
         """Makes a save: `write(path)` writes the file of this process. A collective."""
+        if self.count == 1:
+            write(path)
+            return
         random = np.frombuffer(secrets.token_bytes(_STAMP_BYTES), np.uint8)
         stamp = self.gather(random)[0].tobytes().hex()
         own_path = self._own(path, stamp)
@@ -81,6 +87,8 @@ class Processes:
 
     def saved(self, path: Any) -> str:
         """Returns the file of this process of the last whole save. A collective."""
+        if self.count == 1:
+            return path
 
         def read():
             with open(os.path.join(path, "current")) as file:

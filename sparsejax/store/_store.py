@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,6 @@ from sparsejax.store._requested import (
     capacity_for,
     check_not_traced,
     check_rows,
-    places_of,
 )
 from sparsejax.store._snapshot import Changes
 from sparsejax.store._table import Table, TableStats
@@ -117,9 +116,8 @@ class KVStore:
 
     def __init__(self, mesh: Mesh | None = None):
         self.engine: Any = Engine(mesh)  # its types are not for users
-        self._processes: Processes | None = None
-        devices = self.engine.devices
-        if devices is not None and devices.count > 1:
+        self._processes, devices = Processes(), self.engine.devices
+        if devices is not None:
             place = devices.process, devices.count
             self._processes = Processes(*place, devices.gather)
 
@@ -140,13 +138,6 @@ class KVStore:
         specs = {name: self.spec(name) for name in self.names()}
         shown = (f"{name}: {_arguments.show_spec(x)}" for name, x in specs.items())
         return f"KVStore({', '.join(shown)})"
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "A KVStore cannot be copied or pickled, because it has a thread and may "
-            "have open files. Save its tables with store.save(path), and load them "
-            "into another store."
-        )
 
     # -- tables -----------------------------------------------------------------------
 
@@ -462,7 +453,8 @@ class KVStore:
             return self.engine.pull({name: ids}, _given(capacity), mode)[name]
         if ids is not None:
             raise TypeError("KVStore.pull: leave out ids, which are in the dict.")
-        return self.engine.pull(name, self._given_by_name(capacity), mode)
+        self._check_capacity(capacity)
+        return self.engine.pull(name, _given(capacity), mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """Pulls the rows of `row_ids` without empty slots, as in MXNet.
@@ -548,7 +540,8 @@ class KVStore:
                 "KVStore.prefetch: ids_of must be a function that takes a batch and "
                 f"returns its ids, got {_arguments.kind_of(ids_of)}."
             )
-        capacity_of = self._given_by_name(capacity)
+        self._check_capacity(capacity)
+        capacity_of = _given(capacity)
 
         def request_of(batch):
             ids = ids_of(batch)
@@ -720,28 +713,27 @@ class KVStore:
           TypeError: `fun` is not a function, or `tx` not a transformation.
           KeyError: `capacity` has a table that does not exist.
         """
-        self._given_by_name(capacity)
+        self._check_capacity(capacity)
         return TrainStep(self.engine, fun, tx, has_aux, capacity, tables, donate)
 
     def _on_pulled_rows(
         self, fun: Callable[..., Any], body: Callable[..., Any], capacity: Any
     ) -> Callable[..., Any]:
         """Makes `body(rows, (args, kwargs), ())` a function of `fun`'s arguments."""
-        self._given_by_name(capacity)
+        self._check_capacity(capacity)
         capacities, engine = Capacities(capacity), self.engine
-        row_ids = _functions.RowIds(engine, lambda a: fun(*a[0], **a[1]))
+        row_ids = _functions.RowIds(engine, lambda args, kw: fun(*args, **kw))
         run = _functions.jitted(body)
-        nothing = _functions.split(())
 
         @functools.wraps(fun)
         def on_pulled_rows(*args, **kwargs):
             engine.check_open()
             _functions.check_no_cache((args, kwargs))
-            arguments = _functions.split((args, kwargs))
-            program = row_ids.program(*arguments)
-            ids = program.ids(arguments[0])
+            arguments = _functions.as_arrays((args, kwargs))
+            program = row_ids.program(arguments)
+            ids = program.ids(arguments)
             rows = engine.pull(ids, program.capacity(capacities))
-            return run(rows, arguments, nothing)
+            return run(rows, arguments, ())
 
         return on_pulled_rows
 
@@ -869,10 +861,7 @@ class KVStore:
                 work = lambda: _snapshot.write(*arguments, all_rows=True)
                 self.engine.run(work)
 
-            if self._processes is None:
-                write(path)
-            else:
-                self._processes.save(path, write)
+            self._processes.save(path, write)
 
     def load(
         self,
@@ -910,23 +899,11 @@ class KVStore:
         processes = self._processes
         tables, history = self.engine.tables, self.engine.history
         with _progress.progress_reporter("KVStore.load", progress) as report:
-            check = functools.partial(
-                _snapshot.Record,
-                tables=tables,
-                report=report,
-                replaces=True,
-                tree=extra,
-            )
-
-            def load(path):
-                record = check(path)
-                _snapshot.load(record, history)
-                return record.tree
-
-            if processes is None:
-                return self.engine.run(lambda: load(path))
             path = processes.saved(path)
-            record = processes.run(lambda: self.engine.run(lambda: check(path)))
+            check = lambda: _snapshot.Record(
+                path, tables, report, replaces=True, tree=extra
+            )
+            record = processes.run(lambda: self.engine.run(check))
             read = lambda: _snapshot.load(record, history)
             processes.run(lambda: self.engine.run(read))
             return record.tree
@@ -1112,15 +1089,14 @@ class KVStore:
             )
         return table, table.keys
 
-    def _given_by_name(self, capacity: Any) -> CapacityOf:
-        """Returns the capacities that were given, an int or None, or a dict of them."""
+    def _check_capacity(self, capacity: Any) -> None:
+        """Raises unless `capacity` is an int or None, or a dict of them by table."""
         by_name = capacity if isinstance(capacity, Mapping) else {None: capacity}
         for name, size in by_name.items():
             if name is not None:
                 self.engine.table(name)  # an unknown name would have no effect
             if size is not None:
                 _arguments.check_capacity(size)
-        return _given(capacity)
 
 
 def _given(capacity: Any) -> CapacityOf:
@@ -1141,8 +1117,6 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
             "tx=None. Pass init an optax transformation."
         )
     parts = list(grads) if isinstance(grads, (list, tuple)) else [grads]
-    if not parts:
-        raise ValueError(f"KVStore.push: grads for table {name!r} is an empty list.")
     for part in parts:
         if not isinstance(part, SelectedRows):
             raise TypeError(
@@ -1151,11 +1125,10 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
                 "sparsejax.value_and_grad with respect to the pulled SelectedRows."
             )
         rows = part.rows  # which may take a program
-        dtype = getattr(rows, "dtype", None)
-        if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        if not (hasattr(rows, "dtype") and jnp.issubdtype(rows.dtype, jnp.integer)):
             raise TypeError(
                 f"KVStore.push: the rows of the gradient for table {name!r} must be "
-                f"integers, got {type(rows).__name__ if dtype is None else dtype}. Use "
+                f"integers, got {_arguments.kind_of(rows)}. Use "
                 "sparsejax.value_and_grad, since jax.grad returns no ids, and "
                 "SelectedRows.map to change only the values."
             )
@@ -1167,6 +1140,8 @@ def _checked_gradient(table: Table, grads: Any) -> SelectedRows:
                 f"the shape of the table, {spec.whole_shape}, got {part.dtype} of "
                 f"shape {part.shape}."
             )
+    if not parts:
+        raise ValueError(f"KVStore.push: grads for table {name!r} is an empty list.")
     return parts[0] if len(parts) == 1 else concatenate(parts)
 
 
@@ -1179,11 +1154,12 @@ def _rows_to_assign(
     values = weights.values if is_sparse else weights
     check_not_traced(name, "weights", values)
     is_known = is_sparse or _arguments.is_array(weights)
-    dtype = getattr(values, "dtype", None)
-    is_complex = dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-    is_same = is_known and weights.shape == spec.whole_shape
-    if not is_same or is_complex > (spec.dtype.kind == "c"):
-        shown = f"{dtype}{list(weights.shape)}" if is_known else None
+    if (
+        not is_known
+        or weights.shape != spec.whole_shape
+        or np.iscomplexobj(values) > (spec.dtype.kind == "c")
+    ):
+        shown = f"{values.dtype}{list(weights.shape)}" if is_known else None
         raise TypeError(
             f"KVStore.assign: weights for table {name!r} must be a SelectedRows or an "
             f"array of all rows, of shape {spec.whole_shape} (and real if the table "
@@ -1197,14 +1173,13 @@ def _rows_to_assign(
     check_not_traced(name, "ids", weights.rows)
     rows = np.asarray(weights.rows)
     check_rows(name, rows, owners.height)
-    distinct, positions, capacity = places_of(rows, owners.height)
-    filled = np.flatnonzero(positions < capacity)
-    if filled.size != distinct.size:
+    rows = rows.astype(_arguments.index_dtype(owners.height))
+    order = np.argsort(rows, kind="stable")[: np.count_nonzero(rows < owners.height)]
+    if (np.diff(rows[order]) == 0).any():
         raise ValueError(
             f"KVStore.assign: the SelectedRows for table {name!r} has duplicate rows. "
             "Pass each row once; .coalesce() sums duplicates."
         )
-    order = filled[np.argsort(positions[filled])]
-    local_rows = owners.localize(distinct)
+    local_rows = owners.localize(rows[order])
     is_own = local_rows < table.height
     yield local_rows[is_own], values[order[is_own]].astype(spec.dtype)

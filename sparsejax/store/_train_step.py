@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ from sparsejax.store._functions import (
     Program,
     RowIds,
     Rows,
+    as_arrays,
     gradient,
     jitted,
     spec_of,
-    split,
 )
 from sparsejax.store._in_flight import OtherThread
 from sparsejax.store._requested import Capacities, distinct_rows
@@ -70,10 +70,10 @@ class RowsStep:
 
         Args:
           params, opt_state: of the step.
-          batch: the batch, from `split`.
+          batch: the batch, from `as_arrays`.
           rows: by table.
         """
-        first = split((params, opt_state))
+        first = as_arrays((params, opt_state))
         params, opt_state, value, of_rows = self._run(rows, first, batch)
         # Their ids are known before the program has ended.
         grads = {name: (_ids(rows.get(name)), x) for name, x in of_rows.items()}
@@ -194,13 +194,6 @@ class TrainStep:
         """The number of times that the step was compiled."""
         return self._step.compilations
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "A step of KVStore.train_step cannot be copied or pickled, because its "
-            "store has a thread. Save the tables with store.save(path), and params and "
-            "opt_state with any tool."
-        )
-
     def __call__(
         self,
         params: PyTree,
@@ -227,11 +220,10 @@ class TrainStep:
           ValueError: the ids of a read depend on rows of a table of the store; the
             batch reads more rows than `capacity`. Nothing has changed.
         """
-        (arrays, static), batch_parts = split(params), split(batch)
-        program = self._ids.program([*arrays, *batch_parts[0]], static, batch_parts[1])
-        caches = caches_of(params)
+        arguments = as_arrays((params, batch))
+        program, caches = self._ids.program(arguments), caches_of(params)
         if rows is None:
-            request = self._request(program, caches, [*arrays, *batch_parts[0]])
+            request = self._request(program, caches, arguments)
             pulled = self._engine.pull(request.ids, request.capacity)
             rows = {**pulled, **request.cached}
         elif not isinstance(rows, Mapping) or rows.keys() != program.counts.keys():
@@ -247,7 +239,7 @@ class TrainStep:
             params, opt_state, slots = prepared
             step_rows[name] = step_rows[name], slots
         params, opt_state, value, grads = self._step(
-            params, opt_state, batch_parts, step_rows
+            params, opt_state, arguments[1], step_rows
         )
         self._step.push(grads)
         return params, opt_state, value
@@ -273,40 +265,32 @@ class TrainStep:
             step changes.
         """
         depth = _arguments.static_int("depth", depth)
-        arrays, static = split(params)
-        specs = [spec_of(x) for x in arrays]
-        paths = [
-            jax.tree_util.keystr(path)
-            for path, x in jax.tree_util.tree_leaves_with_path(params)
-            if _arguments.is_array(x)
-        ]
+        paths, structure = jax.tree_util.tree_flatten_with_path(as_arrays(params))
+        specs = structure.unflatten(spec_of(x) for _, x in paths)
+        names = [jax.tree_util.keystr(path) for path, _ in paths]
         caches, thread = caches_of(params), OtherThread()
-        del arrays, params  # the step donates them
+        del paths, params  # the step donates them
 
         def request_of(batch):
-            arrays, of_batch = split(batch)
-            arrays = [*specs, *arrays]
-            program = self._ids.program(arrays, static, of_batch)
+            arguments = specs, as_arrays(batch)
+            program = self._ids.program(arguments)
             for k in program.needed:
-                if k < len(specs):
+                if k < len(names):
                     raise ValueError(
-                        f"TrainStep.prefetch: ids depend on params{paths[k]}, which "
+                        f"TrainStep.prefetch: ids depend on params{names[k]}, which "
                         "the running step changes. Call step(params, opt_state, batch) "
                         "without prefetch, or pass that array in the batch."
                     )
-            return thread.call(lambda: self._request(program, caches, arrays))
+            return thread.call(lambda: self._request(program, caches, arguments))
 
         return self._engine.prefetch(batches, request_of, depth)
 
     def _request(
-        self, program: Program, caches: Mapping[str, Any], arrays: Sequence[Any]
+        self, program: Program, caches: Mapping[str, Any], arguments: Any
     ) -> Request:
         """Returns the rows that a batch reads, of tables of the store and of caches."""
-        ids, capacity, cached = (
-            program.ids(arrays),
-            program.capacity(self._capacities),
-            {},
-        )
+        ids, cached = program.ids(arguments), {}
+        capacity = program.capacity(self._capacities)
         for name in caches.keys() & ids.keys():
             height = self._engine.tables[name].height
             rows = distinct_rows(name, ids.pop(name), height, "drop")

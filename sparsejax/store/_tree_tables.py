@@ -137,13 +137,6 @@ class StoredTable(_TreeTable):
     def __deepcopy__(self, memo: Any) -> StoredTable:
         return self
 
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"Table {self.name!r} cannot be pickled, because its rows are in a store "
-            "of this process. Save them with store.save(path), and put "
-            f"store[{self.name!r}] of the other store into the tree."
-        )
-
     # -- in a step --------------------------------------------------------------------
 
     def not_read(self) -> Pulled:
