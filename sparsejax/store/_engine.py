@@ -156,7 +156,7 @@ class Engine:
             check_rows(name, here, table.spec.owners.height)
             # Every process steps, even without rows: step counts must agree.
             table.step(table.spec.owners.localize(here), values)
-            table.push_seconds += time.perf_counter() - began
+            table.counters["push_seconds"] += time.perf_counter() - began
 
         self.queue.call_later(work)
 
@@ -243,9 +243,9 @@ class Engine:
                 padded = size if self.devices is None else local_rows.size
                 early = table.read_early(local_rows, padded, with_state=False)
                 parts.append(_Early(table, rows, size, early))
-                table.pulls += 1
-                table.pulled_rows += local_rows.size
-                table.pull_seconds += time.perf_counter() - began
+                table.counters["pulls"] += 1
+                table.counters["pulled_rows"] += local_rows.size
+                table.counters["pull_seconds"] += time.perf_counter() - began
         except BaseException:
             for part in parts:
                 part.table.drop(part.early)
@@ -294,7 +294,7 @@ def _hand_out(early: Future) -> list[_Early]:
     for part in parts:
         began = time.perf_counter()
         part.table.hand_out(part.early)
-        part.table.pull_seconds += time.perf_counter() - began
+        part.table.counters["pull_seconds"] += time.perf_counter() - began
     return parts
 
 

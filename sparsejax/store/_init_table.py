@@ -43,7 +43,9 @@ def spec_of(
     """
     check_not_traced(name, "weights", shape_or_array)
     shape, array = _shape_or_array(name, shape_or_array)
-    dtype = _as_dtype(name, dtype, array)
+    if array is not None:
+        array = array.astype(dtype or array.dtype)
+    dtype = np.dtype(dtype or np.float32) if array is None else array.dtype
     _check_keys(name, keys, array, place[1])
     _check_shape_and_optimizer(name, shape, dtype, tx)
     key = _arguments.as_key(key, from_int=True)
@@ -131,19 +133,6 @@ def _check_keys(name: str, keys: Any, array: np.ndarray | None, count: int) -> N
         )
 
 
-def _as_dtype(name: str, dtype: Any, array: np.ndarray | None) -> np.dtype:
-    """Returns the dtype of the weights: of the array, if there is one."""
-    if dtype is None:
-        return np.dtype(np.float32) if array is None else array.dtype
-    given = np.dtype(dtype)
-    if array is not None and given != array.dtype:
-        raise ValueError(
-            f"{_CALL}: table {name!r} has an array of {array.dtype}, but "
-            f"dtype={given}. Omit dtype, or cast the array."
-        )
-    return given
-
-
 def _check_shape_and_optimizer(
     name: str, shape: tuple[int, ...], dtype: np.dtype, tx: Any
 ) -> None:
@@ -155,11 +144,6 @@ def _check_shape_and_optimizer(
     _arguments.index_dtype(shape[0])  # there must be an id for each row
     if not (jnp.issubdtype(dtype, np.number) or dtype == np.bool_):
         raise TypeError(f"{_CALL}: dtype must be a numeric type, got {dtype}.")
-    if tx is not None and not all(hasattr(tx, x) for x in ("init", "update")):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation, or None for a read-only "
-            f"table, got {_arguments.kind_of(tx)}."
-        )
     if tx is not None and not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
             f"{_CALL}: table {name!r} must have a real floating-point dtype for an "

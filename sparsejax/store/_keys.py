@@ -16,7 +16,6 @@ count last. So no key has the weights of another key, whenever the process is ki
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -373,37 +372,21 @@ def _hash_strings(strings: np.ndarray) -> np.ndarray:
 
 def _as_array(keys: Any) -> np.ndarray:
     """Converts keys to a NumPy array in which 3 and "3" stay different."""
-    try:
-        array = np.asarray(keys)
-    except ValueError:
-        raise TypeError(
-            "keys must be an array, or nested lists of equal lengths, got "
-            f"{_arguments.show(keys)}. Pad them, and pass where=False for padding."
-        ) from None
-    is_list = isinstance(keys, (list, tuple))
-    if array.dtype != object and not (is_list and array.dtype.kind in "US"):
+    array = np.asarray(keys)
+    if isinstance(keys, (list, tuple)) and array.dtype.kind in "US":
+        array = np.array(keys, dtype=object)  # in which NumPy does not make "3" of 3
+    if array.dtype != object:
         return array
-    array = np.array(keys, dtype=object)  # in which NumPy does not make "3" of 3
     values = array.reshape(-1).tolist()
-    kinds = {_kind_of_key(type(value)): value for value in reversed(values)}
-    if kinds.keys() <= {"string"}:
-        return array
-    if kinds.keys() == {"integer"}:
-        return np.array(values).reshape(array.shape)
-    raise TypeError(
-        "keys must be all integers or all strings, got "
-        f"{' and '.join(map(_arguments.show, kinds.values()))}. 3 and '3' are "
-        "different keys: convert them to one kind. For a string that is missing, "
-        "write ''."
-    )
-
-
-@functools.cache
-def _kind_of_key(kind: type) -> str:
-    if issubclass(kind, (str, bytes)):
-        return "string"
-    is_integer = issubclass(kind, (int, np.integer)) and kind is not bool
-    return "integer" if is_integer else "other"
+    are_strings = {isinstance(value, (str, bytes)) for value in values}
+    if len(are_strings) > 1:
+        other = next(x for x in values if not isinstance(x, (str, bytes)))
+        raise TypeError(
+            f"keys must be all integers or all strings, got {_arguments.show(other)} "
+            "among strings. 3 and '3' are different keys: convert them to one kind. "
+            "For a string that is missing, write ''."
+        )
+    return array if True in are_strings else np.array(values).reshape(array.shape)
 
 
 def as_where(where: Any, shape: tuple[int, ...]) -> np.ndarray | None:

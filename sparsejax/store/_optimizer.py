@@ -45,6 +45,15 @@ def on_host() -> Iterator[Any]:
         yield device
 
 
+class Leaf(NamedTuple):
+    """A leaf of an optimizer state; `by_row` if each row of the table has a row."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    by_row: bool
+
+
 class Optimizer:
     """A transformation for a table of one shape, and the layout of its state.
 
@@ -83,10 +92,11 @@ class Optimizer:
                 "Take ema out of tx, or train the table as an array on the device."
             )
         paths, tree = jax.tree_util.tree_flatten_with_path(following.state)
-        self.specs = [spec for _, spec in paths]
-        self.names = [jax.tree_util.keystr(path) for path, _ in paths]
-        # For each leaf of the state: True if it has one row for each row of the table.
         self.by_row = tuple(owner is not None for owner in following.owners)
+        self.leaves = [
+            Leaf(jax.tree_util.keystr(path), x.shape, np.dtype(x.dtype), by_row)
+            for (path, x), by_row in zip(paths, self.by_row)
+        ]
         self.structure = tree
         self._layout = _Layout(tree, self.by_row)
         self._key = tx, leaf, (spec,), (0,)

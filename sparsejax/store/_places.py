@@ -98,13 +98,14 @@ def _find(cache: Any, params: Any, opt_state: Any) -> tuple[list[int], list[int]
             f"{len(weights)} times."
         )
     matches = _matches(opt_state, optimizer.structure, optimizer.by_row, state)
-    if not optimizer.names and not state:
+    if not optimizer.leaves and not state:
         matches = [[]]
     if len(matches) != 1 or not state <= {*matches[0]}:
         raise ValueError(
-            f"opt_state does not have the state {optimizer.names} that table {name!r} "
-            "has in the store. Call store.init with the transformation that tx applies "
-            "to this table, and pass tx.init(params) or the state of the last step."
+            f"opt_state does not have the state {[x.name for x in optimizer.leaves]} "
+            f"that table {name!r} has in the store. Call store.init with the "
+            "transformation that tx applies to this table, and pass tx.init(params) or "
+            "the state of the last step."
         )
     pairs = list(zip(matches[0], optimizer.by_row))
     by_row = [k for k, has_rows in pairs if has_rows]

@@ -27,7 +27,7 @@ def check_not_traced(name: str, what: str, *arrays: Any) -> None:
         )
 
 
-def distinct_rows(name: str, ids: Any, height: int, mode: str = "error") -> np.ndarray:
+def distinct_rows(name: str, ids: Any, height: int, mode: str) -> np.ndarray:
     """Returns the distinct `ids`, ascending, in the dtype of SelectedRows.rows."""
     hint = "'drop' ignores ids out of range, for example a padding id of -1."
     mode = _arguments.check_mode(mode, ("error", "drop"), hint)

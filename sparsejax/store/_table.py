@@ -135,32 +135,22 @@ class TableSpec:
     def arrays(self) -> list[jax.ShapeDtypeStruct]:
         """Returns the arrays: weights, touched, state by row, other state, keys."""
         specs = [(self.shape, self.dtype), (self.shape[:1], np.uint8)]
-        if self.optimizer is not None:
-            pairs = list(zip(self.optimizer.specs, self.optimizer.by_row))
-            specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if by_row]
-            specs += [(spec.shape, spec.dtype) for spec, by_row in pairs if not by_row]
+        leaves = [] if self.optimizer is None else self.optimizer.leaves
+        for by_row in (True, False):
+            specs += [(x.shape, x.dtype) for x in leaves if x.by_row == by_row]
         keys = [] if self.policy is None else specs_of_keys(self.shape[0])
         return [*(jax.ShapeDtypeStruct(*spec) for spec in specs), *keys]
 
     def describe(self) -> dict[str, Any]:
         """Describes the table at the start of its files, ready for JSON."""
-        leaves = []
-        if self.optimizer is not None:
-            leaves = [
-                {
-                    "name": name,
-                    "shape": list(spec.shape),
-                    "dtype": np.dtype(spec.dtype).name,
-                    "by_row": by_row,
-                }
-                for name, spec, by_row in zip(
-                    self.optimizer.names, self.optimizer.specs, self.optimizer.by_row
-                )
-            ]
+        leaves = [] if self.optimizer is None else self.optimizer.leaves
         return {
             "shape": list(self.shape),
             "dtype": self.dtype.name,
-            "state": leaves,
+            "state": [
+                x._asdict() | {"shape": list(x.shape), "dtype": x.dtype.name}
+                for x in leaves
+            ],
             "given": self.given,
             "first": self.first,
             "key": self.key,
@@ -194,8 +184,8 @@ class Table:
         self.journal: str | None = None  # id of the journal that rolls its file back
         self.cache: Any = None  # the cache of its rows on the device
         self.flushed_step: int | None = None  # the step of the last flush of the cache
-        self.pulls = self.pulled_rows = self.pushes = self.pushed_rows = 0
-        self.pull_seconds = self.push_seconds = 0.0
+        self.counters = {"pulls": 0, "pulled_rows": 0, "pull_seconds": 0.0}
+        self.counters |= {"pushes": 0, "pushed_rows": 0, "push_seconds": 0.0}
         # For each leaf of state: True if it starts as zeros for any weights.
         self._is_zero = []
         if spec.optimizer is not None:
@@ -215,17 +205,12 @@ class Table:
                 "waiting_keys": self.keys.waiting,
             }
         return TableStats(
-            **keys,
             rows=self.height,
             touched_rows=int(np.count_nonzero(self.touched)),
             bytes=sum(x.nbytes for x in self.memory.arrays),
             path=self.memory.path,
-            pulls=self.pulls,
-            pulled_rows=self.pulled_rows,
-            pull_seconds=self.pull_seconds,
-            pushes=self.pushes,
-            pushed_rows=self.pushed_rows,
-            push_seconds=self.push_seconds,
+            **self.counters,
+            **keys,
         )
 
     def description(self) -> dict[str, Any]:
@@ -341,8 +326,8 @@ class Table:
         self.write(distinct, [x[: distinct.size] for x in (weights, *by_row)])
         for old, new in zip(self.rest, other_state):
             old[...] = new
-        self.pushes += 1
-        self.pushed_rows += distinct.size
+        self.counters["pushes"] += 1
+        self.counters["pushed_rows"] += distinct.size
 
     # -- keys -------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -188,22 +188,6 @@ class ListedTable(StoredTable):
         return grad
 
 
-class Cache(Protocol):
-    """The device cache of a table."""
-
-    def prepare(self, rows: Any, params: Any, opt_state: Any) -> tuple[Any, Any, Any]:
-        """Puts rows into slots: `(params, opt_state, slots)`."""
-        ...
-
-    def announce(self, rows: np.ndarray) -> Any:
-        """Gives slots to the rows of a batch ahead."""
-        ...
-
-    def withdraw(self, entries: Sequence[Any]) -> None:
-        """Forgets batches that were announced."""
-        ...
-
-
 @jax.tree_util.register_pytree_with_keys_class
 class CachedRows(_TreeTable):
     """The table of a `CachedTable` in a tree of parameters, from `cache.table`.
@@ -230,10 +214,10 @@ class CachedRows(_TreeTable):
     """
 
     array: ArrayLike
-    cache: Cache
+    cache: Any  # its `Staging`, whose types are not for users
     stored: StoredTable
 
-    def __init__(self, array: ArrayLike, cache: Cache, stored: StoredTable):
+    def __init__(self, array: ArrayLike, cache: Any, stored: StoredTable):
         self.array, self.cache, self.stored = array, cache, stored
         self.engine: Any = stored.engine
         self.name: str = stored.name
@@ -247,7 +231,7 @@ class CachedRows(_TreeTable):
 
     @classmethod
     def tree_unflatten(
-        cls, static: tuple[Cache, StoredTable], children: Sequence[ArrayLike]
+        cls, static: tuple[Any, StoredTable], children: Sequence[ArrayLike]
     ) -> CachedRows:
         """Rebuilds without checks, since JAX may pass any object as the child."""
         (array,) = children
@@ -289,7 +273,7 @@ def tables_of(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_table) if is_table(x)]
 
 
-def caches_of(tree: Any) -> dict[str, Cache]:
+def caches_of(tree: Any) -> dict[str, Any]:
     """Returns the device caches of the tables in a tree, by name."""
     tables = tables_of(tree)
     return {t.name: t.cache for t in tables if isinstance(t, CachedRows)}
