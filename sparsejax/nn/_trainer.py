@@ -37,7 +37,8 @@ from sparsejax.nn._block import PulledTables
 from sparsejax.nn._matrix import Elements
 from sparsejax.store import KVStore
 from sparsejax.store._functions import as_arrays, jitted
-from sparsejax.store._requested import Capacities, bucket
+from sparsejax.store._mesh import own_ids
+from sparsejax.store._requested import Capacities, bucket, check_ids
 from sparsejax.store._train_step import RowsStep
 from sparsejax.store._tree_tables import ListedTable
 
@@ -49,7 +50,8 @@ class Trainer:
     """Trains a block whose tables are in a store.
 
     Tables in `block.tables()` that the store does not have yet are created there; each
-    row is initialized when it is first read.
+    row is initialized when it is first read. A table that the store has with `tx=None`
+    is read, but not trained.
 
     Args:
       block: a `SparseBlock`, or an object with its two methods.
@@ -79,9 +81,9 @@ class Trainer:
         a NaN loss makes all parameters NaN.
 
     Raises:
-      TypeError, ValueError: an argument has the wrong type, a dense parameter is
-        row-sparse, or a table in the store has the wrong shape or dtype or is
-        read-only.
+      TypeError, ValueError: `block` is not a block, a dense parameter is row-sparse, or
+        a table in the store has the wrong shape or dtype.
+      KeyError: `table_tx` has no transformation for a table created here.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -131,7 +133,15 @@ class Trainer:
         checked: bool = False,
         mode: str = "error",
     ):
-        _check_arguments(block, store, loss, tx, inputs, clip_norm)
+        if isinstance(block, type) or not hasattr(block, "sparse_forward"):
+            raise TypeError(
+                f"{_CALL}: block must be an instance of a sparsejax.nn.SparseBlock, or "
+                "have its methods row_ids(inputs) and sparse_forward(tables, params, "
+                f"inputs), got {_arguments.kind_of(block)}. An ordinary layer does not "
+                "say which rows it needs: use SparseEmbedding or SparseLinear."
+            )
+        if clip_norm is not None and not clip_norm > 0:
+            raise ValueError(f"{_CALL}: clip_norm must be positive, got {clip_norm}.")
         self._mode = _arguments.check_mode(mode, ("error", "drop"), "")
         self.block, self.store, self._loss = block, store, loss
         self._inputs = (lambda batch: batch) if inputs is None else inputs
@@ -139,17 +149,20 @@ class Trainer:
         # For pulled rows, by table, and for the elements of scipy matrices, by leaf.
         self._capacities = Capacities(room=lambda count: count)
         self._elements = Capacities(room=bucket)
+        self._capacity = capacity
         key = _arguments.as_key(key, from_int=True)
         self._make_tables(key, tx if table_tx is None else table_tx)
-        if isinstance(capacity, Mapping):
-            _check_names("capacity", capacity, store.names())
-        for size in capacity.values() if isinstance(capacity, Mapping) else [capacity]:
-            if size is not None:
-                _arguments.check_capacity(size)
-        self._capacity = capacity
         if params is None:
             params = block.init(key) if hasattr(block, "init") else {}
-        _check_params(params, store)
+        for path, x in jax.tree_util.tree_leaves_with_path(
+            params, is_leaf=is_selected_rows
+        ):
+            if is_selected_rows(x):
+                raise TypeError(
+                    f"{_CALL}: the dense parameter {jax.tree_util.keystr(path)} is a "
+                    "SelectedRows, whose rows belong to the store. Leave it out of "
+                    "params, and read it from `tables` in sparse_forward."
+                )
         # Copy, because each step donates these arrays: the caller may still use them,
         # and the state may share some with the parameters.
         copy = lambda x: x.copy() if isinstance(x, jax.Array) else jnp.array(x)
@@ -184,14 +197,13 @@ class Trainer:
 
         Raises:
           NotPulledError: the block uses a table that `row_ids` did not return.
-          ValueError: `row_ids` returns a table that the store does not have, or more
-            distinct rows than `capacity`.
+          KeyError: `row_ids` returns a table that the store does not have.
+          ValueError: it returns more distinct rows than `capacity`, or an id out of
+            range.
           checkify.JaxRuntimeError: a check in the block failed, with `checked`.
         """
         batch = self._on_device(batch)
         rows = self._pull(batch) if rows is None else rows
-        for name in rows:  # `push` would raise only after the dense update
-            self._check_trainable(name)
         padded: Any = self._padded(rows)
         specs = {name: self.store.spec(name) for name in padded}
         tables = {
@@ -218,8 +230,10 @@ class Trainer:
         """Returns `block.row_ids` for a batch, checked against the store.
 
         Raises:
-          TypeError, ValueError: the result is not a mapping from tables of the store to
-            ids, or an id is out of range under mode "error".
+          TypeError: the result is not a mapping from names of tables to ids.
+          KeyError: the store does not have a table.
+          ValueError: an id is out of range under mode "error"; -1 stands for padding,
+            and the layers return -2 for an id of -1 that is not padding.
         """
         ids = self.block.row_ids(self._inputs(batch))
         if not isinstance(ids, Mapping):
@@ -227,16 +241,10 @@ class Trainer:
                 f"{_CALL}: {self._name}.row_ids must return a dict of table names to "
                 f"ids, got {_arguments.kind_of(ids)}."
             )
-        for name, wanted in ids.items():
-            if name not in self.store:
-                raise ValueError(
-                    f"{_CALL}: {self._name}.row_ids returned ids for table {name!r}, "
-                    "which the store does not have; its tables are "
-                    f"{sorted(self.store.names())}. Create it with store.init, or add "
-                    f"it to {self._name}.tables()."
-                )
-            if self._mode == "error":
-                self._check_in_range(name, wanted)
+        if self._mode == "error":
+            for name, wanted in ids.items():
+                own = own_ids(name, wanted)
+                check_ids(name, own[own != -1], self.store.spec(name).shape[0])
         return dict(ids)
 
     def stats(self) -> dict[str, Any]:
@@ -288,24 +296,21 @@ class Trainer:
     def _make_tables(self, key: jax.Array, table_tx: Any) -> None:
         """Creates the block's tables that the store lacks, and checks the others."""
         specs = self.block.tables() if hasattr(self.block, "tables") else {}
-        by_name = isinstance(table_tx, Mapping)
-        if by_name:
-            _check_names("table_tx", table_tx, {*specs, *self.store.names()})
         for name, spec in specs.items():
             if name in self.store:
-                self._check_table(name, spec)
-                self._check_trainable(name)
+                have = self.store.spec(name)
+                need = tuple(spec.shape), jnp.dtype(spec.dtype)
+                if (have.shape, have.dtype) != need:
+                    raise ValueError(
+                        f"{_CALL}: the store's table {name!r} has shape {have.shape} "
+                        f"and dtype {have.dtype}, but {self._name} needs {need[0]} and "
+                        f"{need[1]}."
+                    )
                 continue
-            if by_name and name not in table_tx:
-                raise ValueError(
-                    f"{_CALL}: table_tx has no transformation for {name!r}, a table "
-                    "that is not in the store yet. Give one for each of "
-                    f"{sorted(specs)}, or a single one for all."
-                )
             self.store.init(
                 name,
                 tuple(spec.shape),
-                table_tx[name] if by_name else table_tx,
+                table_tx[name] if isinstance(table_tx, Mapping) else table_tx,
                 initializer=spec.initializer,
                 dtype=spec.dtype,
                 key=jax.random.fold_in(key, zlib.crc32(name.encode())),
@@ -342,112 +347,6 @@ class Trainer:
         """Pads pulled rows to the largest capacity so far, by table."""
         grow = self._capacities.grow
         return {name: _pad(x, grow(name, x.capacity)) for name, x in pulled.items()}
-
-    # -- checks -------------------------------------------------------------------
-
-    def _check_table(self, name: str, spec: Any) -> None:
-        """Raises if the store's table has another shape or dtype than the block's."""
-        have, need = self.store.spec(name), (tuple(spec.shape), jnp.dtype(spec.dtype))
-        if (have.shape, have.dtype) != need:
-            raise ValueError(
-                f"{_CALL}: the store's table {name!r} has shape {have.shape} and dtype "
-                f"{have.dtype}, but {self._name} needs {need[0]} and {need[1]}."
-            )
-
-    def _check_trainable(self, name: str) -> None:
-        if not self.store.is_trainable(name):
-            raise ValueError(
-                f"{_CALL}: the store's table {name!r} was created with tx=None, so it "
-                "is read-only and a step cannot push to it. Create it with an "
-                f"optimizer: store.init({name!r}, shape, tx)."
-            )
-
-    def _check_in_range(self, name: str, ids: Any) -> None:
-        """Raises unless each id is in range or -1, which means no row."""
-        ids = _arguments.as_integers(ids)
-        if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
-            parts = [np.ravel(x.data) for x in ids.addressable_shards]
-            ids = np.concatenate(parts)  # each process checks its own
-        ids = np.asarray(ids)
-        height = self.store.spec(name).shape[0]
-        if not ids.size or (ids.min() >= -1 and ids.max() < height):
-            return
-        bad = ids[(ids < -1) | (ids >= height)]
-        was_minus_one = " (an id of -1 that is not padding is returned as -2)"
-        raise ValueError(
-            f"{_CALL}: {bad.size} of {ids.size} ids that {self._name}.row_ids "
-            f"returned for table {name!r} are out of range; the first is "
-            f"{int(bad[0])}{was_minus_one if bad[0] == -2 else ''}, and the table has "
-            f"{height} rows. Nothing was updated: one NaN would make all parameters "
-            "NaN. Correct the ids, set a padding_id, give the block mode='zero', or "
-            "pass Trainer(mode='drop')."
-        )
-
-
-# ------------------------------------------------------------------ arguments
-
-
-def _check_arguments(
-    block: Any, store: Any, loss: Any, tx: Any, inputs: Any, clip_norm: Any
-) -> None:
-    """Raises if an argument is invalid for any store."""
-    has_methods = hasattr(block, "row_ids") and hasattr(block, "sparse_forward")
-    if isinstance(block, type) or not has_methods:
-        raise TypeError(
-            f"{_CALL}: block must be an instance of a sparsejax.nn.SparseBlock, or "
-            "have its methods row_ids(inputs) and sparse_forward(tables, params, "
-            f"inputs), got {_kind(block)}. An ordinary layer does not say which rows "
-            "it needs: use SparseEmbedding or SparseLinear."
-        )
-    if not isinstance(store, KVStore):
-        raise TypeError(
-            f"{_CALL}: store must be a sparsejax.store.KVStore, got {_kind(store)}."
-        )
-    if not callable(loss) or not (inputs is None or callable(inputs)):
-        raise TypeError(
-            f"{_CALL}: loss must be a function (outputs, batch) -> scalar, and inputs "
-            f"a function of a batch or None, got {_kind(loss)} and {_kind(inputs)}."
-        )
-    if not (hasattr(tx, "init") and hasattr(tx, "update")):
-        raise TypeError(
-            f"{_CALL}: tx must be an optax transformation, got {_kind(tx)}."
-        )
-    is_number = isinstance(clip_norm, (int, float, np.generic, jax.Array))
-    positive: Any = clip_norm
-    if clip_norm is not None and not (is_number and positive > 0):
-        raise ValueError(
-            f"{_CALL}: clip_norm must be a positive number or None, got "
-            f"{_arguments.show(clip_norm)}."
-        )
-
-
-def _check_names(name: str, given: Any, known: Any) -> None:
-    if unknown := [x for x in given if x not in known]:
-        raise ValueError(
-            f"{_CALL}: {name} has unknown tables {', '.join(map(repr, unknown))}; the "
-            f"tables are {sorted(known)}."
-        )
-
-
-def _check_params(params: Any, store: Any) -> None:
-    """Raises if a dense parameter is row-sparse or names a table."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(
-        params, is_leaf=is_selected_rows
-    ):
-        kind = "a SelectedRows" if is_selected_rows(leaf) else None
-        if isinstance(leaf, str) and leaf in store:
-            kind = f"the name of the store's table {leaf!r}"
-        if kind is not None:
-            raise TypeError(
-                f"{_CALL}: the dense parameter {jax.tree_util.keystr(path)} is "
-                f"{kind}, whose rows belong to the store. Leave it out of params, "
-                "return its ids from row_ids, and read it from `tables` in "
-                "sparse_forward."
-            )
-
-
-def _kind(x: Any) -> str:
-    return f"the class {x.__name__}" if isinstance(x, type) else _arguments.kind_of(x)
 
 
 # ------------------------------------------------------------------ private

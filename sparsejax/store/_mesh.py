@@ -127,7 +127,7 @@ class Devices:
             an array, a global array that is sharded over the mesh, or a list of arrays.
           heights: by table the rows of the whole table.
         """
-        local_ids = {name: _own_ids(name, some) for name, some in ids.items()}
+        local_ids = {name: own_ids(name, some) for name, some in ids.items()}
         if self.count == 1 or not local_ids:
             return local_ids
         kinds = [np.dtype(_arguments.index_dtype(heights[name])) for name in local_ids]
@@ -216,10 +216,10 @@ def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
     return out
 
 
-def _own_ids(name: str, ids: Any) -> np.ndarray:
+def own_ids(name: str, ids: Any) -> np.ndarray:
     """Returns the ids of this process, flat, on the host."""
     if isinstance(ids, list | tuple) and any(np.ndim(x) for x in ids):
-        return np.concatenate([_own_ids(name, x) for x in ids])
+        return np.concatenate([own_ids(name, x) for x in ids])
     check_not_traced(name, "ids", ids)
     if isinstance(ids, jax.Array) and not ids.is_fully_addressable:
         shards = [np.asarray(shard.data) for shard in ids.addressable_shards]

@@ -34,16 +34,22 @@ def distinct_rows(name: str, ids: Any, height: int, mode: str) -> np.ndarray:
     ids = _arguments.as_integers(ids)
     check_not_traced(name, "ids", ids)
     ids = np.asarray(ids).reshape(-1)
+    if mode == "error":
+        check_ids(name, ids, height)
+    elif ids.size and (ids.min() < 0 or ids.max() >= height):
+        ids = ids[(ids >= 0) & (ids < height)]
+    return sorted_unique(ids.astype(_arguments.index_dtype(height)))
+
+
+def check_ids(name: str, ids: np.ndarray, height: int) -> None:
+    """Raises a ValueError if an id is out of range."""
     if ids.size and (ids.min() < 0 or ids.max() >= height):
         good = (ids >= 0) & (ids < height)
-        if mode == "error":
-            raise ValueError(
-                f"{int(np.sum(~good))} of {ids.size} ids for table {name!r} are out of "
-                f"range, the first is {int(ids[np.argmin(good)])} and the table has "
-                f"{height} rows. Correct the ids, or use mode='drop'."
-            )
-        ids = ids[good]
-    return sorted_unique(ids.astype(_arguments.index_dtype(height)))
+        raise ValueError(
+            f"{int(np.sum(~good))} of {ids.size} ids for table {name!r} are out of "
+            f"range, the first is {int(ids[np.argmin(good)])} and the table has "
+            f"{height} rows. Correct the ids, or use mode='drop'."
+        )
 
 
 def check_rows(name: Any, rows: np.ndarray, height: int) -> None:

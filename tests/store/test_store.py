@@ -271,7 +271,7 @@ def test_what_push_refuses():
         store.push("t", jnp.ones((V, D)))
     with pytest.raises(ValueError, match=r"shape .* \(60, 5\), got .* \(61, 5\)"):
         store.push("t", sj.SelectedRows([1], jnp.ones((1, D)), V + 1))
-    with pytest.raises(TypeError, match="rows .* must be integers, got float32"):
+    with pytest.raises(TypeError, match="rows .* must be integers, got a float32"):
         store.push("t", with_ids_as(np.float32, rows))
     with pytest.raises(ValueError, match="is an empty list"):
         store.push("t", [])
