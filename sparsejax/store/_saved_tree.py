@@ -8,7 +8,7 @@ floats, bools and strings are in its header.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,29 +30,12 @@ DESCRIPTION = [
 _PLAIN = bool, int, float, str
 
 
-class Leaf(NamedTuple):
-    """A leaf of a tree that is saved.
+def describe(
+    tree: Any, whole: Callable[[Any], Any]
+) -> tuple[list[dict[str, Any]], list[np.ndarray]]:
+    """Describes the leaves of a tree, ready for JSON, and returns its arrays.
 
-    Args:
-      name: its path in the tree.
-      value: a NumPy array, or an int, float, bool or string.
-      shape, dtype: of the array in the tree; its keys of `jax.random.key` are saved as
-        integers.
-    """
-
-    name: str
-    value: Any
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-
-    @property
-    def is_array(self) -> bool:
-        """True for an array, False for a Python value."""
-        return bool(self.dtype)
-
-
-def leaves_of(tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
-    """Returns the leaves of a tree, to be saved.
+    Keys of `jax.random.key` are stored as integers.
 
     Args:
       tree: of arrays, ints, floats, bools and strings.
@@ -61,32 +44,23 @@ def leaves_of(tree: Any, whole: Callable[[Any], Any]) -> list[Leaf]:
     Raises:
       TypeError: a leaf is something else, or traced.
     """
-    leaves = []
+    descriptions, arrays = [], []
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path)
         if isinstance(x, _PLAIN) and not isinstance(x, np.generic):
-            leaves.append(Leaf(name, x))
+            descriptions.append({"name": name, "value": x})
             continue
         if not (isinstance(x, np.ndarray | np.generic) or _arguments.is_concrete(x)):
             raise TypeError(
                 f"extra{name} must be an array, an int, a float, a bool or a string, "
                 f"got {_arguments.kind_of(x)}."
             )
-        leaves.append(Leaf(name, np.asarray(_data(whole(x))), *_spec(x)))
-    return leaves
-
-
-def describe(leaves: Sequence[Leaf]) -> list[dict[str, Any]]:
-    """Describes the leaves for the header of a file, ready for JSON."""
-
-    def one(leaf):
-        if not leaf.is_array:
-            return {"name": leaf.name, "value": leaf.value}
-        stored = {"shape": list(leaf.value.shape), "dtype": leaf.value.dtype.name}
-        spec = {"shape": list(leaf.shape), "dtype": leaf.dtype, "stored": stored}
-        return {"name": leaf.name} | spec
-
-    return [one(leaf) for leaf in leaves]
+        whole_x = whole(x)
+        array = np.asarray(jax.random.key_data(whole_x) if _is_key(x) else whole_x)
+        stored = {"shape": list(array.shape), "dtype": array.dtype.name}
+        descriptions.append({"name": name, **_spec(x), "stored": stored})
+        arrays.append(array)
+    return descriptions, arrays
 
 
 def spec_of(path: Any, description: dict[str, Any]) -> tuple[tuple[int, ...], Any]:
@@ -135,28 +109,28 @@ def put(
         )
     data, leaves = iter(contents), []
     for (name, x), there in zip(wanted, descriptions):
-        is_array, value = "stored" in there, there.get("value")
-        if is_array:
-            spec = tuple(there.get("shape", ())), there.get("dtype", "")
+        if "stored" in there:
+            spec = {"shape": there.get("shape"), "dtype": there.get("dtype")}
             is_same = hasattr(x, "dtype") and _spec(x) == spec
-            shown = f"{spec[1]}{list(spec[0])}"
+            value, shown = next(data), f"{spec['dtype']}{spec['shape']}"
         else:
+            value = there.get("value")
             is_same, shown = type(x) is type(value), repr(value)
         if not is_same:
-            here = _arguments.kind_of(x)
             raise ValueError(
-                f"extra{name} is {here} here, but {shown} in {path}. Pass a "
-                "tree with the shapes and dtypes that were saved."
+                f"extra{name} is {_arguments.kind_of(x)} here, but {shown} in {path}. "
+                "Pass a tree with the shapes and dtypes that were saved."
             )
-        leaves.append(_like(x, next(data)) if is_array else value)
+        leaves.append(_like(x, value) if "stored" in there else value)
     return structure.unflatten(leaves)
 
 
-def _like(x: Any, content: np.ndarray) -> Any:
+def _like(x: Any, value: np.ndarray) -> Any:
     """Places an array of the shape and dtype of `x` where `x` is."""
     if _is_key(x):
-        return jax.random.wrap_key_data(jnp.asarray(content), impl=_impl(x))
-    value = content
+        is_array = isinstance(x, jax.Array)
+        impl = jax.random.key_impl(x) if is_array else str(x.dtype)[4:-1]
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=impl)
     if isinstance(x, np.generic):
         return value[()]
     if isinstance(x, np.ndarray):
@@ -170,17 +144,8 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _impl(x: Any) -> Any:
-    """Returns the implementation of keys, of arrays and of their types."""
-    return jax.random.key_impl(x) if isinstance(x, jax.Array) else str(x.dtype)[4:-1]
-
-
-def _data(x: Any) -> Any:
-    return jax.random.key_data(x) if _is_key(x) else x
-
-
-def _spec(x: Any) -> tuple[tuple[int, ...], str]:
-    return tuple(x.shape), str(x.dtype)
+def _spec(x: Any) -> dict[str, Any]:
+    return {"shape": list(x.shape), "dtype": str(x.dtype)}
 
 
 def _show_names(names: Sequence[str]) -> str:

@@ -140,7 +140,7 @@ def write(
     since: int,
     state: bool,
     report: Report = lambda done, total: None,
-    leaves: Sequence[_saved_tree.Leaf] = (),
+    tree: tuple[Sequence[Any], Sequence[np.ndarray]] = ((), ()),
     *,
     all_rows: bool = False,
 ) -> int:
@@ -152,7 +152,7 @@ def write(
       since: the version.
       state: True to write the optimizer state, too.
       report: of the rows done, and in all.
-      leaves: of a tree.
+      tree: from `_saved_tree.describe`.
       all_rows: True to write the rows that were touched, too, which start the same in
         any store.
     """
@@ -185,7 +185,7 @@ def write(
         "version": history.version,
         "state": state,
         "tables": descriptions,
-        "tree": _saved_tree.describe(leaves),
+        "tree": tree[0],
     }
     total, done = _count(header), 0
 
@@ -210,8 +210,8 @@ def write(
                 for member, (column, ids) in columns.items():
                     spec = (ids.size, *column.shape[1:]), column.dtype
                     writer.chunks(f"{k}.{member}", spec, chunks(column, ids))
-            for k, leaf in enumerate(x for x in leaves if x.is_array):
-                writer.array(f"tree.{k}", leaf.value)
+            for k, array in enumerate(tree[1]):
+                writer.array(f"tree.{k}", array)
         check_target(path)  # a table may have been made there meanwhile
     return history.version
 

@@ -852,12 +852,12 @@ class KVStore:
           >>> float(store.pull_all("words").sum())
           10.0
         """
-        leaves = _saved_tree.leaves_of(extra, self.engine.on_one_device)
+        tree = _saved_tree.describe(extra, self.engine.on_one_device)
         tables, history = self.engine.tables, self.engine.history
         with _progress.progress_reporter("KVStore.save", progress) as report:
 
             def write(path):
-                arguments = path, tables, history, 0, True, report, leaves
+                arguments = path, tables, history, 0, True, report, tree
                 work = lambda: _snapshot.write(*arguments, all_rows=True)
                 self.engine.run(work)
 
