@@ -63,7 +63,7 @@ def as_arrays(tree: Any) -> Any:
     """Returns a tree whose leaves are arrays, for programs that `jitted` compiles.
 
     Raises:
-      TypeError: an array is traced.
+      TypeError: an array is traced, or another leaf is not hashable.
     """
 
     def one(x):
@@ -73,8 +73,10 @@ def as_arrays(tree: Any) -> Any:
                 "store are in host memory. Call the function outside: it compiles the "
                 "step itself."
             )
-        is_array = _arguments.is_array(x)
-        return _arguments.saturate(x) if is_array else _Static(type(x), x)
+        if _arguments.is_array(x):
+            return _arguments.saturate(x)
+        hash(x)  # raises: a value that changes in place would not compile again
+        return _Static(type(x), x)
 
     return jax.tree.map(one, tree)
 

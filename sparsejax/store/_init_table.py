@@ -12,7 +12,7 @@ from jax.core import Tracer
 from sparsejax import _arguments
 from sparsejax._files import as_path
 from sparsejax._index.policy import KeyPolicy
-from sparsejax.store import _format
+from sparsejax.store import _records
 from sparsejax.store._history import History
 from sparsejax.store._journal import roll_back
 from sparsejax.store._mapped import MappedFile, Memory
@@ -63,7 +63,7 @@ def spec_of(
         dtype=dtype,
         optimizer=None if tx is None else Optimizer(tx, shape, dtype, name),
         initializer=initializer,
-        key=_format.encode_key(key),
+        key=_records.encode_key(key),
         given=array is not None,
         owners=owners,
         policy=keys,

@@ -11,6 +11,9 @@ id after the journal is begun, and without it when a flush is done. Each is one 
 so that a kill leaves the old header or the new one. A journal whose id is in no header
 is useless, and is overwritten or removed.
 
+A journal has no record for each entry: nothing can be appended to an archive, and a
+file for each write-back would be thousands between two flushes.
+
 An entry is appended before its rows are overwritten. So only the last entry can be cut
 short by a kill, and none of its rows was overwritten.
 """
@@ -25,8 +28,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax.store import _format, _mapped
-from sparsejax.store._format import CHUNK
+from sparsejax.store import _mapped, _records
+from sparsejax.store._records import CHUNK
 from sparsejax.store._table import Table
 
 
@@ -90,7 +93,7 @@ class Journal:
             return self._file
         name = secrets.token_hex(8)
         file = open(self._path, "wb")
-        _format.write_header(file, MAGIC, {"id": name})
+        _records.write_header(file, MAGIC, {"id": name})
         _append(file, 0, self._table.rest)
         os.fsync(file.fileno())
         self._table.journal = name
@@ -121,7 +124,7 @@ def roll_back(table: Table) -> None:
     with file:
         for is_checked in (False, True):  # all checksums, before a row is changed
             file.seek(0)
-            header = _format.read_header(path, file, MAGIC, _HEADER)
+            header = _records.read_header(path, file, MAGIC, _HEADER)
             if header["id"] != table.journal:
                 raise ValueError(
                     f"{path} is not the journal of this copy of table "
@@ -152,7 +155,7 @@ def _remove_leftover(path: pathlib.Path) -> None:
 
 
 def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
-    parts = [_format.as_bytes(x) for x in arrays]
+    parts = [_records.as_bytes(x) for x in arrays]
     prefix = count.to_bytes(8, "little") + _checksum(*parts)
     for part in (prefix, _checksum(prefix), *parts):
         file.write(part)

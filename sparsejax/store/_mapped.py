@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from sparsejax.store import _format
+from sparsejax.store import _records
 
 
 try:
@@ -28,7 +28,7 @@ except ImportError:  # not a POSIX system: files are not locked
 
 MAGIC = b"sparsejax table 2\n"
 _INIT = "sparsejax.store.KVStore.init"
-_HEADER = _format.DESCRIPTION | {"start": int, "loading?": bool, "journal?": str}
+_HEADER = _records.DESCRIPTION | {"start": int, "loading?": bool, "journal?": str}
 _PAGE = 4096
 # Only pages that are written count against the memory of the machine, so that a table
 # may be larger. Python 3.11 and 3.12 do not name Linux's MAP_NORESERVE.
@@ -106,11 +106,11 @@ class MappedFile:
             end = _round_up(end + _size(spec))
 
         def write(file):
-            _format.write_header(file, MAGIC, header | {"start": start})
+            _records.write_header(file, MAGIC, header | {"start": start})
             file.truncate(end)
             for k, values in initial.items():
                 file.seek(offsets[k])
-                file.write(_format.as_bytes(values))
+                file.write(_records.as_bytes(values))
 
         file = _create(path, end, write)
         self.is_new = file is not None
@@ -149,7 +149,7 @@ class MappedFile:
     def describe(self, header: dict[str, Any]) -> None:
         """Replaces the description of the table, and waits for the disk."""
         text = io.BytesIO()
-        _format.write_header(text, MAGIC, header | {"start": self._start})
+        _records.write_header(text, MAGIC, header | {"start": self._start})
         self._file.seek(0)
         self._file.write(text.getbuffer())  # at once: a kill leaves the old or the new
         os.fsync(self._file.fileno())
@@ -227,7 +227,7 @@ def _read_header(
 ) -> dict[str, Any]:
     """Reads the header of the file, which must describe this table."""
     file.seek(0)
-    saved = _format.read_header(path, file, MAGIC, _HEADER)
+    saved = _records.read_header(path, file, MAGIC, _HEADER)
     if saved.get("loading"):
         raise ValueError(
             f"{_INIT}: {path} is half loaded: the process that loaded a saved store "
@@ -235,7 +235,7 @@ def _read_header(
             "init again, and then load."
         )
     fields = "shape", "dtype", "state", "key", "keyed"
-    _format.check_same(path, name, saved, header, fields)
+    _records.check_same(path, name, saved, header, fields)
     if saved["start"] % _PAGE or saved["start"] < file.tell():
         raise ValueError(
             f"{_INIT}: {path} is damaged: its rows begin at byte {saved['start']}, "

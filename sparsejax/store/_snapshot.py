@@ -31,11 +31,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsejax._files import as_path, replacing
-from sparsejax.store import _format, _mapped, _saved_tree
-from sparsejax.store._format import CHUNK
+from sparsejax.store import _mapped, _records, _saved_tree
 from sparsejax.store._history import History
 from sparsejax.store._optimizer import on_host
-from sparsejax.store._records import Reader, Spec, Writer
+from sparsejax.store._records import CHUNK, Reader, Spec, Writer
 from sparsejax.store._table import Table, put_rows
 
 
@@ -48,7 +47,7 @@ _HEADER = {
     "since": int,
     "version": int,
     "state": bool,
-    "tables": {"*": _format.DESCRIPTION | _COUNTS},
+    "tables": {"*": _records.DESCRIPTION | _COUNTS},
     "tree": _saved_tree.DESCRIPTION,
 }
 
@@ -395,7 +394,7 @@ class Record:
             else:
                 fields += ["given"] + ["key"] * (spec.initializer is not None)
             here = spec.describe()
-            _format.check_same(path, name, there, here, tuple(fields))
+            _records.check_same(path, name, there, here, tuple(fields))
             if self.header["state"] and spec.policy and "sightings" not in there:
                 raise self._damaged(name, "it has no sightings of keys")
             if replaces and there["given"] and there["weights"] != spec.shape[0]:
@@ -405,7 +404,7 @@ class Record:
         """Raises unless the rows of a table can start from the key in a file."""
         try:
             with on_host():
-                is_one = _format.decode_key(key).ndim == 0
+                is_one = _records.decode_key(key).ndim == 0
         except (TypeError, ValueError, OverflowError):
             is_one = False
         if not is_one:

@@ -31,10 +31,10 @@ import numpy as np
 
 from sparsejax._rows import indexing
 from sparsejax.store._engine import Engine
-from sparsejax.store._format import CHUNK
 from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._journal import Journal
 from sparsejax.store._places import Places
+from sparsejax.store._records import CHUNK
 from sparsejax.store._requested import bucket, is_among
 from sparsejax.store._slots import Plan, Slots
 from sparsejax.store._table import Table

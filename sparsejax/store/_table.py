@@ -22,13 +22,13 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._index.policy import KeyPolicy
-from sparsejax.store import _format
-from sparsejax.store._format import CHUNK
+from sparsejax.store import _records
 from sparsejax.store._history import History, RowVersions
 from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._keys import TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
+from sparsejax.store._records import CHUNK
 from sparsejax.store._requested import MIN_CAPACITY, bucket, places_of
 
 
@@ -88,7 +88,7 @@ class TableSpec:
       optimizer: or None, for a table that is only read.
       initializer: `(key, shape, dtype) -> rows` as in `jax.nn.initializers`, called
         with shape `[1, ...]` for each row; None for zeros or weights that were given.
-      key: of the initializer, encoded by `_format.encode_key`.
+      key: of the initializer, encoded by `_records.encode_key`.
       given: True if the weights of all rows were given.
       owners: which ids the rows have, if several processes share a larger table.
       policy: of its keys, or None for a table without keys.
@@ -127,7 +127,7 @@ class TableSpec:
         padded = np.zeros((bucket(ids.size),), np.uint32)
         padded[: ids.size] = ids
         with on_host():
-            key = _format.decode_key(self.key)
+            key = _records.decode_key(self.key)
             shape = 1, *self.shape[1:]
             new = _first_rows(self.initializer, shape, self.dtype, key, padded)
         return np.asarray(new)[: ids.size].reshape(-1, *self.shape[1:])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from sparsejax.store._format import check_json
+from sparsejax.store._records import check_json
 
 
 SCHEMA = {

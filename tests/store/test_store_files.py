@@ -23,7 +23,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, make_rows, run_python
-from sparsejax.store import _format, _mapped, _snapshot
+from sparsejax.store import _mapped, _records, _snapshot
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -627,9 +627,9 @@ def test_headers_that_no_store_wrote(tmp_path, change, message):
         store.init("t", (V, D), TX, path=path)
         store.save(saved)
     with open(path, "r+b") as file:
-        found = _format.read_header(path, file, _mapped.MAGIC, {})
+        found = _records.read_header(path, file, _mapped.MAGIC, {})
         file.seek(0)
-        _format.write_header(file, _mapped.MAGIC, found | change)
+        _records.write_header(file, _mapped.MAGIC, found | change)
     with sj.store.KVStore() as store:
         with pytest.raises(ValueError, match=message):
             store.init("t", (V, D), TX, path=path)
