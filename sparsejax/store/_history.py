@@ -22,7 +22,7 @@ import numpy as np
 from sparsejax.store import _mapped
 
 
-_BLOCK, _MAX_BLOCKS = 1 << 12, 1 << 8  # rows of a block, blocks read at once
+_BLOCK = 1 << 12  # rows
 
 
 class History:
@@ -84,13 +84,8 @@ class RowVersions:
 
     def since(self, version: int) -> np.ndarray:
         """Returns the rows that changed after a version, int64, ascending."""
-        blocks = np.flatnonzero(self._blocks > version)
-        # Runs of neighbours, not too long, are read at once.
-        is_first = (np.diff(blocks, prepend=-2) != 1) | (blocks % _MAX_BLOCKS == 0)
         parts = [np.zeros((0,), np.int64)]
-        for run in np.split(blocks, np.flatnonzero(is_first)[1:]):
-            if run.size:
-                start, stop = run[0] * _BLOCK, (run[-1] + 1) * _BLOCK
-                here = np.flatnonzero(self._rows[start:stop] > version)
-                parts.append(start + here)
+        for start in np.flatnonzero(self._blocks > version) * _BLOCK:
+            is_later = self._rows[start : start + _BLOCK] > version
+            parts.append(start + np.flatnonzero(is_later))
         return np.concatenate(parts)

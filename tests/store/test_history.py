@@ -36,7 +36,6 @@ def test_a_run_begins_after_a_file_and_in_a_forked_child(monkeypatch):
 @pytest.mark.parametrize("height", [0, 1, 40, 1000])
 def test_versions_of_rows_in_blocks(monkeypatch, height):
     monkeypatch.setattr(_history, "_BLOCK", 7)
-    monkeypatch.setattr(_history, "_MAX_BLOCKS", 4)
     rng = np.random.default_rng(0)
     versions, expected = _history.RowVersions(height), np.zeros(height, np.int64)
     for version in range(1, 9):
