@@ -24,7 +24,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -305,15 +304,16 @@ class Record:
             self.header = reader.header
             self._check_tables(replaces)
             self._total, self._done = 2 * _count(self.header), 0
-            self._specs: dict[str, Spec] = {}
+            self._specs, specs = {}, {}
             for k, (name, saved) in enumerate(self.header["tables"].items()):
-                specs = _specs(tables[name], saved, self.header["state"])
-                self._specs |= {f"{k}.{member}": x for member, x in specs.items()}
+                of_table = _specs(tables[name], saved, self.header["state"])
+                self._specs[name] = of_table
+                specs |= {f"{k}.{member}": x for member, x in of_table.items()}
             arrays = [x for x in self.header["tree"] if "stored" in x]
             tree_specs = {
                 f"tree.{k}": _saved_tree.spec_of(path, x) for k, x in enumerate(arrays)
             }
-            reader.expect(self._specs | tree_specs)
+            reader.expect(specs | tree_specs)
             self.parts = {
                 name: self._read_part(reader, k, name)
                 for k, name in enumerate(self.header["tables"])
@@ -333,27 +333,29 @@ class Record:
         table, saved = self.tables[name], self.header["tables"][name]
 
         def read(field):
-            is_of = re.compile(rf"{k}\.{field}(\.\d+)?").fullmatch
-            specs = {member: x for member, x in self._specs.items() if is_of(member)}
-            return [reader.array(*item) for item in specs.items()]
+            return [
+                reader.array(f"{k}.{member}", spec)
+                for member, spec in self._specs[name].items()
+                if member.split(".")[0] == field
+            ]
 
         (rows,), (kinds,), *others = map(read, Part._fields)
         in_range = not rows.size or (rows[0] >= 0 and rows[-1] < table.height)
         if not in_range or (rows[1:] <= rows[:-1]).any():
-            raise self._damaged(name, "its rows are not ascending row ids")
+            raise self.damaged(name, "its rows are not ascending row ids")
         if (
             (kinds > _GIVEN).any()
             or np.count_nonzero(kinds) != saved["weights"]
             or np.count_nonzero(kinds == _WHOLE) != saved["whole"]
             or (kinds == (_GONE if saved["given"] else _GIVEN)).any()
         ):
-            raise self._damaged(name, "kinds of rows do not add up")
+            raise self.damaged(name, "kinds of rows do not add up")
         part = Part(rows, kinds, *others)
         if part.keys:
             keys, _, counts = part.keys
             used = keys[counts > 0]
             if (counts < 0).any() or np.unique(used).size != used.size:
-                raise self._damaged(name, "a key has several rows")
+                raise self.damaged(name, "a key has several rows")
         return part
 
     def _read_columns(self, reader: Reader, put: Any) -> None:
@@ -361,8 +363,8 @@ class Record:
         for k, (name, part) in enumerate(self.parts.items()):
             columns = part.columns(self.tables[name], self.header["state"])
             for member, (column, ids) in columns.items():
-                start, member = 0, f"{k}.{member}"
-                for values in reader.chunks(member, self._specs[member]):
+                start, spec = 0, self._specs[name][member]
+                for values in reader.chunks(f"{k}.{member}", spec):
                     put(column, ids[start : start + len(values)], values)
                     start += len(values)
                     self._done += len(values)
@@ -396,9 +398,9 @@ class Record:
             here = spec.describe()
             _records.check_same(path, name, there, here, tuple(fields))
             if self.header["state"] and spec.policy and "sightings" not in there:
-                raise self._damaged(name, "it has no sightings of keys")
+                raise self.damaged(name, "it has no sightings of keys")
             if replaces and there["given"] and there["weights"] != spec.shape[0]:
-                raise self._damaged(name, "it has not all rows")
+                raise self.damaged(name, "it has not all rows")
 
     def _check_key(self, name: str, key: dict[str, Any]) -> None:
         """Raises unless the rows of a table can start from the key in a file."""
@@ -408,9 +410,10 @@ class Record:
         except (TypeError, ValueError, OverflowError):
             is_one = False
         if not is_one:
-            raise self._damaged(name, f"its key is {key}")
+            raise self.damaged(name, f"its key is {key}")
 
-    def _damaged(self, name: str, why: str) -> ValueError:
+    def damaged(self, name: str, why: str) -> ValueError:
+        """Returns the error of a file whose content cannot be right."""
         return ValueError(
             f"{self.path} is damaged: of table {name!r}, {why}. Use another copy."
         )
@@ -481,7 +484,7 @@ def _put(
             columns = [np.concatenate([x, free]) for x in part.keys]
             new_keys[name] = np.concatenate([part.rows, gone]), columns
             if not table.keys.can_replace(*new_keys[name]):
-                raise record._damaged(name, "a key has several rows")
+                raise record.damaged(name, "a key has several rows")
     if not header["state"]:  # rows start with state, which a usable table allows
         for name, part in record.parts.items():
             tables[name].touch(part.rows[part.kinds == _WHOLE])
