@@ -134,11 +134,12 @@ class Trainer:
         mode: str = "error",
     ):
         if isinstance(block, type) or not hasattr(block, "sparse_forward"):
+            given = getattr(block, "__name__", _arguments.kind_of(block))
             raise TypeError(
                 f"{_CALL}: block must be an instance of a sparsejax.nn.SparseBlock, or "
                 "have its methods row_ids(inputs) and sparse_forward(tables, params, "
-                f"inputs), got {_arguments.kind_of(block)}. An ordinary layer does not "
-                "say which rows it needs: use SparseEmbedding or SparseLinear."
+                f"inputs), got {given}. An ordinary layer does not say which rows it "
+                "needs: use SparseEmbedding or SparseLinear."
             )
         if clip_norm is not None and not clip_norm > 0:
             raise ValueError(f"{_CALL}: clip_norm must be positive, got {clip_norm}.")
