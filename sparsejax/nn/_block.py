@@ -20,7 +20,7 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ class TableSpec:
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class PulledTables(Mapping[str, Any]):
+class PulledTables(dict[str, Any]):
     """The tables that were pulled, by name; any other name raises NotPulledError.
 
     Args:
@@ -102,13 +102,13 @@ class PulledTables(Mapping[str, Any]):
     """
 
     def __init__(self, tables: Mapping[str, Any], owner: str = "SparseBlock"):
-        self._tables, self._owner = dict(tables), owner
+        super().__init__(tables)
+        self._owner = owner
 
     def tree_flatten_with_keys(self) -> tuple[Any, Any]:
         """Returns the children with their keys."""
-        names = tuple(self._tables)
-        keys = (jax.tree_util.DictKey(name) for name in names)
-        return tuple(zip(keys, self._tables.values())), (names, self._owner)
+        keys = map(jax.tree_util.DictKey, self)
+        return tuple(zip(keys, self.values())), (tuple(self), self._owner)
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Self:
@@ -116,26 +116,14 @@ class PulledTables(Mapping[str, Any]):
         names, owner = static
         return cls(dict(zip(names, children)), owner)
 
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._tables:
-            pulled = sorted(self._tables) or "none"
-            raise NotPulledError(
-                f"{self._owner}: the table {name!r} is used in sparse_forward, but it "
-                f"was not pulled; pulled tables: {pulled}. Only tables returned by "
-                f"row_ids are pulled. Include {{{name!r}: ids}} in the dict that "
-                f"{self._owner}.row_ids(inputs) returns, with every id that "
-                "sparse_forward reads."
-            )
-        return self._tables[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tables)
-
-    def __len__(self) -> int:
-        return len(self._tables)
-
-    def __repr__(self) -> str:
-        return f"PulledTables({self._tables})"
+    def __missing__(self, name: str) -> NoReturn:
+        raise NotPulledError(
+            f"{self._owner}: the table {name!r} is used in sparse_forward, but it "
+            f"was not pulled; pulled tables: {sorted(self) or 'none'}. Only tables "
+            f"returned by row_ids are pulled. Include {{{name!r}: ids}} in the dict "
+            f"that {self._owner}.row_ids(inputs) returns, with every id that "
+            "sparse_forward reads."
+        )
 
 
 class SparseBlock(abc.ABC):
@@ -268,20 +256,18 @@ def merge_row_ids(*row_ids: Mapping[str, Any]) -> dict[str, Any]:
                 f"returned by row_ids, got {_arguments.kind_of(ids_of)}."
             )
         for name, ids in ids_of.items():
-            new = _arguments.as_integers(ids)
+            parts = [_arguments.as_integers(x) for x in (merged.get(name, ids), ids)]
             if name not in merged:
                 merged[name] = ids
-                continue
-            old = _arguments.as_integers(merged[name])
-            if _arguments.is_concrete(old) and _arguments.is_concrete(new):
+            elif all(map(_arguments.is_concrete, parts)):
                 # In NumPy, so nothing is copied to a device.
                 merged[name] = np.concatenate(
-                    [np.ravel(x).astype(np.int64) for x in (old, new)]
+                    [np.ravel(x).astype(np.int64) for x in parts]
                 )
             else:
-                dtype = indexing.promote(old.dtype, new.dtype)
+                dtype = indexing.promote(*(x.dtype for x in parts))
                 merged[name] = jnp.concatenate(
-                    [x.reshape(-1).astype(dtype) for x in (old, new)]
+                    [x.reshape(-1).astype(dtype) for x in parts]
                 )
     return merged
 

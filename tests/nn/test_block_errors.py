@@ -127,13 +127,13 @@ def test_bad_ids_do_not_spoil_the_parameters():
     made = make(Scored())
     made.step(jnp.array([1, 4, 4]))
     before = jax.tree.map(np.array, (made.params, made.store.pull_all("item")))
-    said = r"1 of 3 ids that Scored.row_ids returned for table 'item' .*"
-    for bad, first in ((5, "5"), (-7, "-7"), (-1, r"-2 \(an id of -1 that is not")):
+    said = r"1 of 3 ids for table 'item' .*"
+    for bad, first in ((5, "5"), (-7, "-7"), (-1, "-2")):
         batch = jnp.array([1, bad, 4])
         for call in (made.step, made.predict):
             with pytest.raises(ValueError, match=f"{said}the first is {first}"):
                 call(batch)
-        with pytest.raises(ValueError, match="has 5 rows. Nothing was updated"):
+        with pytest.raises(ValueError, match="has 5 rows"):
             fit(made, [batch], prefetch=1)
     after = jax.tree.map(np.array, (made.params, made.store.pull_all("item")))
     jax.tree.map(assert_same_bits, after, before)
@@ -153,30 +153,14 @@ def test_bad_ids_do_not_spoil_the_parameters():
 def test_arguments_are_named():
     block, tx = SparseEmbedding(5, 2, name="item"), optax.sgd(0.1)
     store = sj.store.KVStore()
-    store.init("read", (5, 2), None)
     store.init("half", (5, 2), tx, dtype=jnp.bfloat16)
     other: Any = lambda name: SparseEmbedding(5, 2, name=name)
-    trainer: Any = Trainer
     for call, said in (
-        (lambda: make(SparseEmbedding), r"got the class SparseEmbedding"),
-        (
-            lambda: trainer(block, None, loss_of, tx),
-            "store must be .*KVStore, got None",
-        ),
-        (lambda: trainer(block, {}, loss_of, tx), "store must be .* got a dict"),
-        (lambda: trainer(block, store, 3, tx), r"loss must be a function \(outputs"),
-        (lambda: make(block, tx=3), "tx must be an optax .* got an int"),
+        (lambda: make(SparseEmbedding), r"got SparseEmbedding"),
         (lambda: make(block, table_tx=3), "tx must be an optax"),
-        (lambda: make(block, inputs="x"), "inputs a function of a batch or None"),
         (lambda: make(block, key="a"), "key must be one PRNG key or an int"),
-        (lambda: make(block, clip_norm="a"), "clip_norm must be a positive .* 'a'"),
+        (lambda: make(block, clip_norm=-1), "clip_norm must be positive, got -1"),
         (lambda: make(block, mode="skip"), "mode must be one of 'error', 'drop'"),
-        (lambda: make(block, capacity=-1), "capacity must be a static, non-neg"),
-        (lambda: make(block, capacity={"item": -1}), "capacity must be a st"),
-        (lambda: make(block, capacity={"itm": 4}), r"'itm'; .* are \['item'\]"),
-        (lambda: make(block, table_tx={"x": tx}), "table_tx has unknown tables 'x'"),
-        (lambda: make(block, table_tx={}), "table_tx has no transformation for 'item'"),
-        (lambda: make(other("read"), store=store), "'read' was created with tx=None"),
         (lambda: make(other("half"), store=store), "dtype bfloat16, but .* float32"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
@@ -186,7 +170,7 @@ def test_arguments_are_named():
     assert make(block, store=store, table_tx={"half": tx}).steps == 0
 
 
-def test_a_table_for_reading_is_refused_before_the_step():
+def test_a_table_for_reading_is_not_trained():
     class Undeclared:
         """A block by its two methods, whose table the trainer meets in a batch."""
 
@@ -199,11 +183,10 @@ def test_a_table_for_reading_is_refused_before_the_step():
     store = sj.store.KVStore()
     store.init("read", np.ones((5, 2), np.float32), None)
     made = make(Undeclared(), store=store, params={"w": jnp.ones(2)})
-    for prefetch in (0, 1):
-        with pytest.raises(ValueError, match="'read' was created with tx=None"):
-            fit(made, [jnp.array([1])], prefetch=prefetch)
-    assert made.params["w"].tolist() == [1, 1]
-    assert made.predict(jnp.array([1])).tolist() == [[1, 1]]  # which is for reading
+    assert made.predict(jnp.array([1])).tolist() == [[1, 1]]
+    losses = [float(fit(made, [jnp.array([1])], prefetch=k)[0]) for k in (0, 1)]
+    assert losses[1] < losses[0] and made.params["w"].tolist() != [1, 1]
+    assert (store.pull_all("read") == 1).all()
 
 
 def test_a_check_needs_checked():

@@ -354,15 +354,6 @@ def test_errors():
         Trainer(Names({}), store, loss, tx).step(jnp.array([1]))
 
 
-def test_a_table_without_an_optimizer_is_read():
-    store, block = sj.store.KVStore(), SparseEmbedding(5, D, name="item")
-    store.init("item", np.ones((5, D), np.float32), None)
-    loss = lambda rows, ids: jnp.sum(rows**2)
-    made = Trainer(block, store, loss, optax.sgd(0.1))
-    assert float(made.step(jnp.array([1, 2]))) == 2 * D
-    assert (store.pull_all("item") == 1).all()
-
-
 # ------------------------------------------------------------------ saving
 
 
