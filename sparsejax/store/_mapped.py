@@ -26,9 +26,10 @@ try:
 except ImportError:  # not a POSIX system: files are not locked
     fcntl: Any = None
 
-MAGIC = b"sparsejax table 2\n"
+MAGIC = b"sparsejax table 3\n"
 _INIT = "sparsejax.store.KVStore.init"
-_HEADER = _records.DESCRIPTION | {"start": int, "loading?": bool, "journal?": str}
+_HEADER = _records.DESCRIPTION | {"loading?": bool, "journal?": str}
+_START = 1 << 16  # of the rows, behind the header
 _PAGE = 4096
 # Only pages that are written count against the memory of the machine, so that a table
 # may be larger. Python 3.11 and 3.12 do not name Linux's MAP_NORESERVE.
@@ -99,14 +100,13 @@ class MappedFile:
         path = pathlib.Path(path)
         self.path = os.fspath(path)
         self._process = os.getpid()
-        start = _round_up(len(MAGIC) + 12 + len(str(header)) * 2)
-        offsets, end = [], start
+        offsets, end = [], _START
         for spec in specs:
             offsets.append(end)
             end = _round_up(end + _size(spec))
 
         def write(file):
-            _records.write_header(file, MAGIC, header | {"start": start})
+            file.write(_header_of(header))
             file.truncate(end)
             for k, values in initial.items():
                 file.seek(offsets[k])
@@ -123,13 +123,10 @@ class MappedFile:
             file = _open_locked(path)
         try:
             self.found = _read_header(path, file, header, name)
-            self._start = self.found["start"]
             size = os.fstat(file.fileno()).st_size
-            shift = self._start - start
-            expected = end + shift
-            if size != expected:
+            if size != end:
                 raise ValueError(
-                    f"{_INIT}: {path} has {size} bytes instead of {expected}: it was "
+                    f"{_INIT}: {path} has {size} bytes instead of {end}: it was "
                     "truncated."
                 )
             self._map = mmap.mmap(file.fileno(), size)
@@ -140,18 +137,16 @@ class MappedFile:
         self._file = file.detach()
         _advise(self._map, "MADV_RANDOM")  # rows are read at random: no read-ahead
         self.arrays = [
-            np.frombuffer(self._map, s.dtype, math.prod(s.shape), at + shift).reshape(
-                s.shape
-            )
-            for s, at in zip(specs, offsets)
+            np.frombuffer(self._map, x.dtype, math.prod(x.shape), at).reshape(x.shape)
+            for x, at in zip(specs, offsets)
         ]
 
     def describe(self, header: dict[str, Any]) -> None:
         """Replaces the description of the table, and waits for the disk."""
-        text = io.BytesIO()
-        _records.write_header(text, MAGIC, header | {"start": self._start})
         self._file.seek(0)
-        self._file.write(text.getbuffer())  # at once: a kill leaves the old or the new
+        self._file.write(
+            _header_of(header)
+        )  # at once: a kill leaves the old or the new
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
@@ -178,6 +173,17 @@ class MappedFile:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
+
+
+def _header_of(header: dict[str, Any]) -> bytes:
+    """Returns the first bytes of the file."""
+    file = io.BytesIO()
+    _records.write_header(file, MAGIC, header)
+    if file.tell() > _START:
+        raise ValueError(
+            f"{_INIT}: the optimizer state has too many arrays for a file."
+        )
+    return file.getvalue()
 
 
 def _create(
@@ -236,11 +242,6 @@ def _read_header(
         )
     fields = "shape", "dtype", "state", "key", "keyed"
     _records.check_same(path, name, saved, header, fields)
-    if saved["start"] % _PAGE or saved["start"] < file.tell():
-        raise ValueError(
-            f"{_INIT}: {path} is damaged: its rows begin at byte {saved['start']}, "
-            "within its header or a page. Use another file."
-        )
     return saved
 
 

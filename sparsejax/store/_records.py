@@ -46,9 +46,6 @@ DESCRIPTION = {
     "keyed": bool,
 }
 
-_NOT_A_STORE_FILE = "{path} is not a file of this sparsejax.store ({why})."
-
-
 # ------------------------------------------------------------------ descriptions
 
 
@@ -133,24 +130,21 @@ def read_header(
       magic: the first bytes of such a file.
       schema: of the header, as in `check_json`.
     """
-    if file.read(len(magic)) != magic:
-        why = f"it does not begin with {magic!r}"
-        raise ValueError(_NOT_A_STORE_FILE.format(path=path, why=why))
-    length = int.from_bytes(file.read(8), "little")
-    checksum = int.from_bytes(file.read(4), "little")
-    if length > os.fstat(file.fileno()).st_size - file.tell():
-        why = "it ends within its header"
-        raise ValueError(_NOT_A_STORE_FILE.format(path=path, why=why))
-    text = file.read(length)
+    begins, length, checksum = file.read(len(magic)), file.read(8), file.read(4)
+    size = int.from_bytes(length, "little")
     why = "its header is damaged"
-    try:
-        if zlib.crc32(text) == checksum:
+    if begins != magic:
+        why = f"it does not begin with {magic!r}"
+    elif size > os.fstat(file.fileno()).st_size - file.tell():
+        why = "it ends within its header"
+    elif zlib.crc32(text := file.read(size)) == int.from_bytes(checksum, "little"):
+        try:
             header = json.loads(text)
             check_json(header, schema, "header")
             return header
-    except (ValueError, RecursionError) as error:
-        why = f"its header is damaged: {str(error)[:200]}"
-    raise ValueError(_NOT_A_STORE_FILE.format(path=path, why=why))
+        except (ValueError, RecursionError) as error:
+            why = f"its header is damaged: {str(error)[:200]}"
+    raise ValueError(f"{path} is not a file of this sparsejax.store ({why}).")
 
 
 # ------------------------------------------------------------------ arrays

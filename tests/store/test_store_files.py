@@ -610,11 +610,6 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"start": 100}, "its rows begin at byte 100, within its header or a page"),
-        ({"start": 0}, "its rows begin at byte 0"),
-        ({"start": 8192}, "bytes instead of"),
-        ({"start": -4096}, "header.*'start'. has an unexpected value"),
-        ({"start": None}, "header.*'start'. has an unexpected value"),
         ({"state": [3]}, "header.*'state'..0. has an unexpected value, 3"),
         ({"given": "yes"}, "header.*'given'. has an unexpected value"),
         ({"key": []}, "header.*'key'. has an unexpected value, a list"),
@@ -633,8 +628,6 @@ def test_headers_that_no_store_wrote(tmp_path, change, message):
     with sj.store.KVStore() as store:
         with pytest.raises(ValueError, match=message):
             store.init("t", (V, D), TX, path=path)
-        if "start" in change:
-            return
         store.init("t", (V, D), TX)
         rewrite(saved, lambda header: header["tables"]["t"].update(change))
         with pytest.raises(ValueError, match=message):

@@ -222,7 +222,7 @@ def change_header(rng: random.Random, files: Files) -> Files:
         text = rng.choice([b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"x"'])
     head = len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
     body = rest[12 + size :]
-    if magic == b"sparsejax table 2\n":  # the rows begin at a page
+    if magic == b"sparsejax table 3\n":  # the rows begin at a fixed place
         body = (
             body[len(text) - size :]
             if len(text) > size
