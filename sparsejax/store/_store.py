@@ -179,7 +179,7 @@ class KVStore:
             and the row's id, and its shape is `(1, *row)`. So a row starts the same in
             any order in which rows are touched. By default rows start as zeros.
           key: PRNG key of the initializer, or an int as its seed.
-          dtype: of the weights, if a shape is given; float32 by default.
+          dtype: of the weights; by default of the array, or float32 for a shape.
           keys: the policy of a table whose rows belong to keys, see `insert`. V is the
             largest number of rows to which the table grows.
 
