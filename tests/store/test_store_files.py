@@ -613,6 +613,12 @@ def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
         ({"state": [3]}, "header.*'state'..0. has an unexpected value, 3"),
         ({"given": "yes"}, "header.*'given'. has an unexpected value"),
         ({"key": []}, "header.*'key'. has an unexpected value, a list"),
+        ({"key": {"impl": "x"}}, r"header.*'key'.*\['data'\] is missing"),
+        ({"shape": [V, True]}, "header.*'shape'..1. has an unexpected value, True"),
+        ({"shape": [V, 4.0]}, "header.*'shape'..1. has an unexpected value, 4.0"),
+        ({"step": -1}, "header.*'step'. has an unexpected value, -1"),
+        ({"step": 1 << 63}, "header.*'step'. has an unexpected value, 92233720368"),
+        ({"dtype": None}, "header.*'dtype'. has an unexpected value, a NoneType"),
     ],
 )
 def test_headers_that_no_store_wrote(tmp_path, change, message):
