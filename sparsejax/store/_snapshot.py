@@ -501,10 +501,10 @@ def _put(
                 evicted = table.keys.replace(*new_keys[name])
             # Without the state of rows that were trained and are not any more.
             old = part.rows[(part.kinds != _WHOLE) & (table.touched[part.rows] != 0)]
-            table.clear(np.union1d(old, gone))
+            table.clear(np.sort(np.concatenate([old, gone]), kind="stable"))
             # Marked before they are written, so that a later load clears them.
             table.touched[part.rows] = 1
-            changed = np.union1d(part.rows, gone)
+            changed = np.sort(np.concatenate([part.rows, gone]), kind="stable")
             changes[name] = Changes(table.ids_of(changed), np.sort(evicted))
         record.write()
         history.follow(header["run"], header["version"])
