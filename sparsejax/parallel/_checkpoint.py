@@ -208,7 +208,7 @@ def restore(
             metadata = checkpointer.metadata(key).custom_metadata or {}
             if _LEAVES not in metadata:
                 raise ValueError("sparsejax.parallel.save did not write it")
-        differences = _differences(metadata[_LEAVES], description)
+            differences = _differences(metadata[_LEAVES], description)
         if differences:
             raise ValueError(
                 "sparsejax.parallel.restore: `like` differs from the tree saved at "
