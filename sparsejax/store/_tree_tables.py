@@ -217,7 +217,7 @@ class CachedRows(_TreeTable):
     cache: Any  # its `Staging`, whose types are not for users
     stored: StoredTable
 
-    def __init__(self, array: ArrayLike, cache: Any, stored: StoredTable):
+    def __init__(self, array: ArrayLike, cache: object, stored: StoredTable):
         self.array, self.cache, self.stored = array, cache, stored
         self.engine: Any = stored.engine
         self.name: str = stored.name
