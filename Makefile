@@ -39,7 +39,7 @@ help:  ## this list
 demo: $(VENV)/.installed-demo  ## train word vectors on real text, and time a step
 	@$(BIN)/python examples/word2vec.py $(ARGS)
 
-test: $(VENV)/.installed-tests  ## what a contributor needs, in four minutes
+test: $(VENV)/.installed-tests  ## the fast tests, which a contributor needs
 	@$(PYTEST) --quick $(ARGS)
 
 test-all: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## every test: pages, notebooks, recorded answers too
