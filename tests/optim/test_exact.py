@@ -471,6 +471,14 @@ REFUSED = {
     "too slowly": lambda: optax.sgd(0.1, momentum=0.9999),
     "by 1 ": lambda: optax.sgd(0.1, momentum=1.0),
     "table's shape": lambda: sj.optim.rowwise_adagrad(0.1),
+    "not smooth": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
+    "not linear in its weights": lambda: optax.stateless_with_tree_map(
+        lambda g, p: g + 0.1 * p * p
+    ),
+    "moments of 0": lambda: optax.stateless_with_tree_map(lambda g, p: g + 0.1),
+    "to nothing": lambda: optax.adamw(1.0, weight_decay=1.0),
+    "plus a constant": lambda: optax.adam(0.1, eps_root=1e-4),
+    "not by a constant factor": lambda: optax.contrib.adopt(0.1),
 }
 
 

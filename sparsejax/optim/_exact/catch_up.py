@@ -193,8 +193,6 @@ def _advance(
     table: Table, weights: Any, moments: Sequence[Any], records: _Records, step: Any
 ) -> jax.Array:
     """Returns rows of weights at `step`, from their moments as stored."""
-    if not table.recurrence.num_coefficients:
-        return weights
     age = records.weights_step - records.moments_step
     missed = step - records.weights_step
     return closed_form.advance(
