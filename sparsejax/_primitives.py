@@ -36,7 +36,7 @@ ELEMENTWISE = (
 READS_BY_ID = frozenset("gather read_rows bag_sum bags_with".split())
 OF_ROWS = READS_BY_ID | frozenset(
     "copy copy_p dynamic_slice dynamic_update_slice merge_rows name "
-    "optimization_barrier order_after pcast pvary reduce_rows reshape reshard scatter "
+    "optimization_barrier order_after pcast pvary reshape reshard scatter "
     "scatter-add sharding_constraint slice squeeze stop_gradient update_rows".split()
 )
 

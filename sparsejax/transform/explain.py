@@ -496,12 +496,6 @@ def _of_another_gradient(
         "place of jax.value_and_grad, and put sparsejax.optim.lazy around the optax "
         "transformation."
     )
-    files = {file for e, _ in equations for file, *_ in _compat.frames(e)}
-    if any("dynamic_scale" in file for file in files):
-        yield (
-            "flax' DynamicScale calls jax.value_and_grad. Take "
-            "sparsejax.optim.dynamic_loss_scale in its place."
-        )
 
 
 def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:

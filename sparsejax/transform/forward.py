@@ -12,13 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sparsejax import _compat
-from sparsejax.transform import rules
 from sparsejax.transform.interpreter import Reads, Run, walk
 from sparsejax.transform.table import TableRef
 from sparsejax.transform.trace import trace_flat
 
-
-del rules  # imported for the rules that it registers
 
 T = TypeVar("T")
 

@@ -22,14 +22,11 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments, _compat, _mesh
 from sparsejax._rows import SelectedRows
-from sparsejax.transform import rules
 from sparsejax.transform.interpreter import Reads, Run, has_rule, walk
 from sparsejax.transform.liveness import Liveness
 from sparsejax.transform.table import TableRef
 from sparsejax.transform.trace import Call, Leaf, observer
 
-
-del rules  # imported for the rules that it registers
 
 # The half rule: a sparse step reads and writes few rows at random, a dense one all of
 # them in order, which is faster a number if rows are narrow. Measured on CPU for SGD,

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from flax.training.dynamic_scale import DynamicScale
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import helpers
@@ -112,15 +111,6 @@ def test_the_gradient_of_jax(tx):
     (advice,) = explain(make_step(tx, jax.value_and_grad), tx=tx).advice
     assert "(1009, 8) are read by rows" in advice
     assert "Call it in place of jax.value_and_grad" in advice
-
-
-def test_the_gradient_of_dynamic_scale():
-    def step(params, scale, batch):
-        scale, _, _, grads = scale.value_and_grad(loss_fn)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), scale
-
-    _, advice = sj.explain(jax.jit(step))(PARAMS, DynamicScale(), BATCH).advice
-    assert "dynamic_loss_scale" in advice
 
 
 def test_lazy_is_missing():

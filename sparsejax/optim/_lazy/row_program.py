@@ -302,7 +302,8 @@ class Runner:
             if all(x is cases[0] for x in cases):
                 outs.append(cases[0])
                 continue
-            program = _compat.trace(choose, *map(type_of, (index, *cases)))
+            with _compat.equation_context(eqn):
+                program = _compat.trace(choose, *map(type_of, (index, *cases)))
             outs += self.run(*program, [index, *cases])
         return outs
 

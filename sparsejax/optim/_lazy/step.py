@@ -54,8 +54,10 @@ class Step(NamedTuple):
         checks.check_gradients(updates, weights)
         tables = tuple(i for i, g in enumerate(grads) if is_selected_rows(g))
         stacks = {i: grads[i] for i in tables if grads[i].stack}
-        specs = tuple(map(trees.to_spec, weights or grads))
-        specs = with_stacks(stacks, specs)
+        specs = tuple(
+            trees.StackSpec(x.shape, x.dtype) if i in stacks else trees.to_spec(x)
+            for i, x in enumerate(weights or grads)
+        )
         return cls(treedef, specs, tables, grads, weights, state, (), stacks)
 
     @property
@@ -103,11 +105,3 @@ class Step(NamedTuple):
             if owner in self.stacks:
                 leaves[k] = stacked_rows(self.stacks[owner], leaves[k])
         return self.treedef.unflatten(updates), treedef.unflatten(leaves)
-
-
-def with_stacks(stacks: Any, specs: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the specs of parameters, with a `StackSpec` for each stack."""
-    return tuple(
-        trees.StackSpec(x.shape, x.dtype) if i in stacks else x
-        for i, x in enumerate(specs)
-    )
