@@ -102,6 +102,7 @@ def read_npz(
     """
     with open(path, "rb") as file:
         try:
+            archive: Any
             with np.lib.npyio.NpzFile(file, allow_pickle=False) as archive:
                 specs = _specs_of(archive.files, schema)
                 damaged = archive.zip.testzip()

@@ -125,7 +125,7 @@ def embedding_bag(
     if weights is not None:
         weights = _as_weights(weights, element_ids, table.dtype)
     arrays = table, _arguments.saturate(element_ids), weights, padding
-    reduce = functools.partial(_reduce, combiner, mode, max_norm)
+    reduce: Any = functools.partial(_reduce, combiner, mode, max_norm)
     if is_tensor or (segment_ids is not None and element_ids.ndim == 1):
         data = ids if is_tensor else arrays[1]
         bags = segment_ids, num_segments, indices_are_sorted
@@ -303,18 +303,11 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
     if bags.skip is not None:
         ids = jnp.where(bags.skip, _arguments.scalar(height, ids), ids)
     add: Any = quantized_bag_sum if is_quantized(table) else bag_sum
-    if bags.segments is None:
-        total = add(table, ids, bags.weights)
-    else:
-        segments = bags.segments
-        total = add(
-            table,
-            ids,
-            bags.weights,
-            segments.ids,
-            segments.count,
-            indices_are_sorted=segments.is_sorted,
-        )
+    segments, where, options = bags.segments, (), {}
+    if segments is not None:
+        where = segments.ids, segments.count
+        options = dict(indices_are_sorted=segments.is_sorted)
+    total = add(table, ids, bags.weights, *where, **options)
     if mode in ("zero", "clip"):
         return total
     bad = ~indexing.in_range(safe, height)
@@ -322,13 +315,7 @@ def _fused_sum(table: jax.Array | QuantizedTable, bags: _Bags, mode: str) -> jax
         bad &= ~bags.skip
     if mode == "error":
         lookup.check_none(table, bad, bags.ids)
-    if bags.segments is None:
-        is_bad = jnp.any(bad, axis=1)
-    else:
-        segments = bags.segments
-        is_bad = bags_with(
-            bad, segments.ids, segments.count, indices_are_sorted=segments.is_sorted
-        )
+    is_bad = bags_with(bad, *where, **options) if where else jnp.any(bad, axis=1)
     # Adding NaN, unlike selecting it, keeps the gradients of the bag's other rows.
     nan = jnp.where(is_bad, jnp.nan, 0)
     return total + indexing.append_axes(nan.astype(total.dtype), total.ndim)

@@ -139,6 +139,7 @@ def as_search(
         raise ValueError(f"k={k} is above the number of rows of the table, {height}.")
     fix = "To search with ids, look them up first."
     queries = _arguments.as_floats(queries, "queries", fix)
+    fun: Any = score
     if not callable(score):
         if len(shape) != 2 or queries.shape[-1:] != shape[1:]:
             raise ValueError(
@@ -150,11 +151,11 @@ def as_search(
                 f"score must be one of {', '.join(map(repr, _SCORES))} or a function "
                 f"of (queries, rows), got {_arguments.show(score)}."
             )
-        score = functools.partial(_SCORES[score], precision=precision)
+        fun = functools.partial(_SCORES[score], precision=precision)
     lead = queries.shape[:-1]
     queries = queries.reshape(math.prod(lead), *queries.shape[-1:])
     pairs = None if exclude is None else _excluded_pairs(exclude, height, lead)
-    return Search(k, lead, score, lax.stop_gradient(queries), pairs)
+    return Search(k, lead, fun, lax.stop_gradient(queries), pairs)
 
 
 def search_rows(

@@ -236,10 +236,9 @@ class SegmentTensor:
           >>> sj.SegmentTensor.from_offsets(jnp.array([10, 11, 101]), [0, 2, 2, 3])
           SegmentTensor([[10 11] [] [101]], int32, num_segments=3, capacity=3)
         """
-        offsets = conversions.as_offsets(offsets)
-        diff = np.diff if isinstance(offsets, np.ndarray) else jnp.diff
-        begins_with_0 = offsets[0] == 0
-        return cls._from_lengths(values, diff(offsets), begins_with_0, capacity)
+        checked = conversions.as_offsets(offsets)
+        lengths = checked[1:] - checked[:-1]
+        return cls._from_lengths(values, lengths, checked[0] == 0, capacity)
 
     @classmethod
     def from_segment_ids(
