@@ -19,7 +19,8 @@ SECONDS ?= 60
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
+# .ci/run sets another one.
+INSTALL_WITH ?= $(BIN)/python -m pip install -q --disable-pip-version-check --no-compile
 # A file's tests run in one process: they share what they compile.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
@@ -95,5 +96,5 @@ $(VENV)/.made:
 
 $(VENV)/.installed-%: pyproject.toml tests/colab.txt tests/between.txt | $(VENV)/.made
 	@echo "Installing sparsejax[$*] into $(VENV)"
-	@$(PIP_INSTALL) -e '.[$*]' $(PINS)
+	@$(INSTALL_WITH) -e '.[$*]' $(PINS)
 	@touch $@
