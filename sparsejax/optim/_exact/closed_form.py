@@ -118,8 +118,6 @@ def displacement_coefficients(
       first moment the coefficients of F (y + sigma), a polynomial in 2 u - 1.
     """
     step = recurrence.step
-    if not recurrence.num_coefficients:
-        return jnp.zeros(0, step.dtype)
     powers = powers_of_ratios(recurrence).astype(step.dtype)
     nodes = roots = _chebyshev_nodes(recurrence)
     sigma = None
