@@ -60,19 +60,3 @@ def test_a_column_is_a_name_or_a_position_as_in_a_vocabulary():
     assert sj.data.HashIds(9, names=["a", "b"]).sizes() == [9, 9]
     assert named == sj.data.HashIds(sizes=tuple(sizes), names=("item", "user"))
     assert hash(named) != hash(bare)
-
-
-def test_refusals():
-    hashed = sj.data.HashIds
-    for call, error, word in (
-        (lambda: hashed(1), ValueError, "from 2"),
-        (lambda: hashed([9, 2**31]), ValueError, "2147483647"),
-        (lambda: hashed(9, names="ad"), TypeError, "list"),
-        (lambda: hashed(9, names=["ad", "ad"]), ValueError, "different"),
-        (lambda: hashed([9, 9], names=["ad"]), ValueError, "must be 2"),
-        (lambda: hashed(9, names=["ad"]).encode("user", [1]), ValueError, "user"),
-        (lambda: hashed([9, 9]).encode(2, ["red"]), IndexError, "column 2"),
-        (lambda: hashed(9).ids({"ad": [1]}), ValueError, "no names"),
-    ):
-        with pytest.raises(error, match=word):
-            call()

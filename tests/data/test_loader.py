@@ -320,63 +320,9 @@ def test_without_grain(monkeypatch):
             call()
 
 
-# ------------------------------------------------------------------ refusals
-
-
-def test_data_sets_that_are_refused():
-    dataset, loader, wrong = sj.data.ArrayDataset, sj.data.DataLoader, 1.5
+def test_arrays_that_are_no_column():
+    """Beside those of tests/error_messages.md."""
     keys = jax.random.split(jax.random.key(0))
-    for call, error, word in (
-        (lambda: dataset(), ValueError, "at least one"),
-        (lambda: dataset({"a": [1]}, [1]), TypeError, "only argument"),
-        (lambda: dataset([1, 2], [1]), ValueError, "same number"),
-        (lambda: dataset(object()), TypeError, "object"),
-        (lambda: dataset(["red", "blue"]), TypeError, "words"),
-        (lambda: dataset(np.ma.zeros(2)), TypeError, "masks"),
-        (lambda: dataset(keys), TypeError, "key_data"),
-        (lambda: dataset(np.array([2**40])), ValueError, "int32"),
-        (lambda: dataset([[1], [[2]]]), TypeError, "column"),
-        (lambda: dataset([1, [2, 3]]), TypeError, "column"),
-        (lambda: dataset([1, 2])[2], IndexError, "row 2"),
-        (lambda: sj.data.SimpleDataset(wrong), TypeError, "sequence"),  # pyright: ignore
-        (lambda: loader({"a": [1]}, 1), TypeError, "ArrayDataset"),
-        (lambda: loader((np.ones(2), np.ones(2)), 2), TypeError, "ArrayDataset"),
-        (lambda: loader([(1, 2), (3,)], 2), ValueError, "item 1"),
-        (lambda: loader([{"a": 1}, {"b": 2}], 2), ValueError, "keys"),
-        (lambda: loader([], 2), ValueError, "no rows"),
-        (lambda: loader(dataset({"mask": [1]}), 1, mask=True), ValueError, "mask"),
-    ):
-        with pytest.raises(error, match=word):
-            call()
-
-
-@pytest.mark.parametrize(
-    "options, word",
-    [
-        (dict(batch_size=0), "batch_size"),
-        (dict(num_workers=-1), "num_workers"),
-        (dict(shard=(8, 8)), "shard"),
-        (dict(overflow="drop"), "overflow"),
-        (dict(capacity="x"), "capacity"),
-        (dict(capacity=-1), "capacity"),
-        (dict(capacity=(4,)), "capacity"),
-        (dict(capacity=(4, 4)), "capacity"),
-        (dict(capacity=((1, 2), None)), "capacity"),
-        (dict(batch_size=30, drop_remainder=True), "fill"),
-    ],
-)
-def test_options_that_are_refused(options, word):
-    with pytest.raises(ValueError, match=word):
-        _numbered(20, **{"batch_size": 4, **options})
-
-
-def test_states_that_are_refused():
-    loader = _numbered(20, batch_size=4)
-    for state, word in (
-        ({"epoch": 1}, "get_state"),
-        ({**loader.get_state(), "batch": 7}, "5 batches"),
-        (_numbered(20, batch_size=5).get_state(), "batch_size=5"),
-        (_numbered(20, batch_size=4, seed=1).get_state(), "seed=1"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            loader.set_state(state)
+    for rows, word in ((keys, "key_data"), ([[1], [[2]]], "column")):
+        with pytest.raises(TypeError, match=word):
+            sj.data.ArrayDataset(rows)

@@ -320,28 +320,17 @@ def test_a_column_of_lists_becomes_a_segment_tensor(kind):
 
 
 def test_tables_that_are_refused():
+    """Beside those of tests/error_messages.md."""
     pl, pd = pytest.importorskip("polars"), pytest.importorskip("pandas")
-    known = build({"user": [1], "item": [2]})
-    short = {"user": [1], "item": [1]}, {"user": [1]}
-    for call, error, word in (
-        (lambda: build("ratings.csv"), TypeError, "Read files"),
-        (lambda: build([1, 2]), TypeError, "int"),
-        (lambda: build(pl.DataFrame(_dict()).lazy()), TypeError, "collect"),
-        (lambda: build({0: ["tea"]}), TypeError, "strings"),
-        (lambda: build(pd.DataFrame([[1, 2]], columns=["a", "a"])), ValueError, "diff"),
-        (lambda: build([]), ValueError, "no columns"),
-        (lambda: build(_dict(), ["usr"]), ValueError, "usr"),
-        (lambda: build([{"a": [1]}, {"b": [1]}]), ValueError, "'a'"),
-        (lambda: known.ids({"usr": [1]}), ValueError, "none"),
-        (lambda: known.ids(short), ValueError, "item"),
-        *((lambda x=x: build({"x": x}), TypeError, "must be strings")
-          for x in ([0.5], [[["a"]]], np.ones((2, 2)), np.zeros(2, "M8[s]"), 3, "tea",
-                    {"y": [1]})),
-        (lambda: build({"x": ["a\0"]}), ValueError, "zero byte"),
-        (lambda: build({"x": ["tea" * 1000]}), ValueError, "3000 bytes"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=word):
-            call()
+    for table, word in (
+        (pl.DataFrame(_dict()).lazy(), "collect"),
+        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "differ"),
+        ({"x": [[["a"]]]}, "must be strings"),
+        ({"x": np.ones((2, 2))}, "must be strings"),
+        ({"x": np.zeros(2, "M8[s]")}, "must be strings"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=word):
+            build(table)
 
 
 def test_without_pyarrow(monkeypatch):

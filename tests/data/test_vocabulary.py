@@ -208,33 +208,3 @@ def test_other_files_are_refused(tmp_path):
     for name in ("text", "half"):
         with pytest.raises(ValueError, match="not a file that Vocabulary.save wrote"):
             Vocabulary.load(tmp_path / name)
-
-
-# ------------------------------------------------------------------ refusals
-
-
-def test_refusals():
-    known, ANY = build(COLUMNS), lambda x: x
-    two: Any = {"x": [1], "y": [2]}
-    limits = {"x": 1, "y": 2}
-    for call, error, word in (
-        (lambda: build(two, shared=["xy"]), ValueError, "shared"),
-        (lambda: build(two, shared=[["x", "z"]]), ValueError, "shared"),
-        (lambda: build(two, shared=[["x"], ["x"]]), ValueError, "shared"),
-        (lambda: build(two, max_size={"z": 3}), ValueError, "max_size"),
-        (lambda: build(two, max_size=0), ValueError, "max_size"),
-        (lambda: build(two, min_count=ANY(0.5)), TypeError, "integer"),
-        (lambda: build(two, shared=True, min_count=limits), ValueError, "same"),
-        (lambda: known.encode("film", [1]), ValueError, "film"),
-        (lambda: known.encode(2, [1]), IndexError, "column 2"),
-        (lambda: known.decode("user", [-1]), IndexError, "-1"),
-        (lambda: known.decode("user", [0.5]), TypeError, "integers"),
-        (lambda: known.words("user"), ValueError, "missing="),
-        (lambda: known.decode("item", [1], missing=0), TypeError, "str"),
-        (lambda: known.align(["a"], [[1.0]]), ValueError, "column="),
-        (lambda: known.align(["a"], [1.0], column="item"), ValueError, "vectors"),
-        (lambda: known.align(["a"], [[1.0]], column=1, table=[[1.0]]), ValueError,
-         "table"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=word):
-            call()

@@ -1,6 +1,5 @@
 """VarDesc, its bytes, and shapes inferred before there is data."""
 
-import dataclasses
 import sys
 
 import jax
@@ -74,10 +73,6 @@ def test_describe_unknown_dimensions_and_names():
     assert (two.name, two.dims, two.persistable) == ("w", (3,), True)
     assert [d.name for d in sj.desc.describe(tree, "x.{}".format)] == ["x.0", "x.1"]
     assert sj.desc.describe(spec(3), ["w"], persistable=True)[0].persistable
-    with pytest.raises(ValueError, match="names"):
-        sj.desc.describe(tree, ["x"])
-    with pytest.raises(TypeError, match="a.0"):
-        sj.desc.describe({"a": ["table"]})
 
 
 # ------------------------------------------------------------------ the wire format
@@ -98,15 +93,8 @@ def test_bytes_and_back(data_type, number):
 
 def test_bytes_refuse(monkeypatch):
     good = sj.desc.VarDesc("x", "LOD_TENSOR", "float32", (2,))
-    without = b"\x0a\x01x\x10\x01"
-    for call, word in (
-        (lambda: sj.desc.to_bytes(dataclasses.replace(good, data_type="int4")), "int4"),
-        (lambda: sj.desc.from_bytes(b"text"), "message"),
-        (lambda: sj.desc.from_bytes(without[:3]), "lack type"),
-        (lambda: sj.desc.from_bytes(without + b"\x22\x02\x08\x63"), "data_type"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            call()
+    with pytest.raises(ValueError, match="data_type"):  # of the unknown number 99
+        sj.desc.from_bytes(b"\x0a\x01x\x10\x01\x22\x02\x08\x63")
     monkeypatch.setitem(sys.modules, "google.protobuf", None)
     _protobuf.message_types.cache_clear()
     with pytest.raises(ImportError, match="pip install"):
@@ -150,8 +138,6 @@ def test_infer_several_arguments_aux_and_steps():
     assert [d.name for d in found.outputs] == ["out.0", "out.1.read"]
     want = [("table@GRAD", "SELECTED_ROWS"), ("other@GRAD", "LOD_TENSOR")]
     assert kinds(found.gradients) == want
-    with pytest.raises(TypeError, match="has_aux"):
-        sj.desc.infer(with_aux, *args)
 
     tx = sj.optim.lazy(optax.sgd(0.1))
 
