@@ -135,7 +135,7 @@ def check_table_row_wise():
         ),
     }
     plan = run("ShardingType.TABLE_ROW_WISE", mesh=mesh, layer=layer, **given)
-    assert plan.tables[0].groups["table-row-wise"].num_groups == 2
+    assert plan.tables[0].costs["table-row-wise"].layout.num_groups == 2
 
 
 @checks("DistributedModelParallel")
@@ -195,9 +195,9 @@ def check_plan():
     }
     mesh = jax.sharding.AbstractMesh((4,), ("x",))
     found = run("EmbeddingShardingPlanner().plan", mesh=mesh, **given)
-    assert found["tables['item']"].choice == "row-sharded"
+    assert found["params['item']"].choice == "row-sharded"
     found = run("ParameterConstraints(sharding_types)", mesh=mesh, **given)
-    assert found["tables['item']"].choice == "replicated-dense"
+    assert found["params['item']"].choice == "replicated-dense"
 
 
 @checks("LFU_EvictionPolicy(threshold_filtering_func)")
