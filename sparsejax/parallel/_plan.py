@@ -266,7 +266,7 @@ def plan(
         can be sharded table by table. The cost counts single ids and bags of a fixed
         length, which the owners sum.
       wire_dtype: as in `shard_rows`, for the tables that are sharded by rows or table
-        by table. Tables of float16 and of integers are sent in their own dtype.
+        by table. Tables of float16 are sent in their own dtype.
 
     Returns:
       `Plan`, which prints as a table. `plan.apply(params)` has the parameters on the
@@ -295,7 +295,11 @@ def plan(
     """
     axis = check_axis(mesh, mesh.axis_names if axis is None else axis)
     wire_dtype = check_wire_dtype(wire_dtype)
-    traced, reads = _reads_in(_look_up_all if loss is None else loss, params, batch)
+    if loss is None:
+        # On the host, since ids may be sharded over Explicit axes.
+        on_host = lambda x: np.asarray(x) if isinstance(x, jax.Array) else x
+        loss, batch = _look_up_all, jax.tree.map(on_host, batch)
+    traced, reads = _reads_in(loss, params, batch)
     leaves = [leaf.value for leaf in traced.leaves]
     tables = {traced.leaves[k].name: k for k, read in enumerate(reads) if read}
     if not tables:

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
 from helpers import assert_same_bits, assert_trees_close, drawn, whole
-from one_device import assert_in_place, mesh_of, run, step_of
+from one_device import assert_in_place, mesh_of, place, run, step_of
 
 
 # optax itself relies on implicit promotion.
@@ -201,6 +201,13 @@ def test_reads_are_found_in_a_loss():
     unknown = sj.parallel.plan(params, MESH, {"ids": count(BATCH)}, loss=loss)
     assert not unknown.tables[0].is_measured and unknown.tables[0].ids == first.ids
     assert repr(unknown).splitlines()[2].split()[2:4] == [str(first.ids), "-"]
+
+
+def test_ids_may_be_sharded():
+    mesh, ids = mesh_of(N, kind=AxisType.Explicit), make_ids()
+    (found,) = sj.parallel.plan(SPEC, mesh, place(mesh, ids, "x")).tables
+    (expected,) = sj.parallel.plan(SPEC, MESH, ids).tables
+    assert found == expected
 
 
 def test_ids_that_depend_on_rows_are_found():
