@@ -87,6 +87,14 @@ def weight_decay(
       Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization".
     """
     base.check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
+    if all(isinstance(x, (int, float)) for x in (weight_decay, learning_rate)):
+        lost = weight_decay * learning_rate
+        if lost >= 1:
+            raise ValueError(
+                "weight_decay * learning_rate, the fraction of the weights that a step "
+                f"removes, must be less than 1, got {lost}. Pass what optax.adamw "
+                "takes as weight_decay."
+            )
 
     def init(params):
         dtype = base.widest_dtype(params)
@@ -98,7 +106,7 @@ def weight_decay(
         checks.require_params(params, "the decay is a fraction of the weights")
         lost = base.like(weight_decay, state.log_decay)
         lost *= base.like(base.at(learning_rate, state.count), lost)
-        # Below 1, so that L is finite.
+        # A schedule's values are not checked. Below 1, so that L is finite.
         most = np.nextafter(np.ones((), lost.dtype), np.zeros((), lost.dtype))
         log_decay = base.add_as_two(
             state.log_decay, jnp.log1p(-jnp.minimum(lost, most))
