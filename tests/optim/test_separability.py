@@ -225,6 +225,9 @@ def test_a_norm_must_not_count_empty_slots():
             init({"t": jnp.ones((50, 2))})
     for parts in ((norm(), yogi, sign), (optax.adamw(0.1), norm()), (sign, norm())):
         assert is_row_separable(optax.chain(*parts))
+    # It clips by the count from below: a number that is negative at every step.
+    clipped = optax.chain(optax.contrib.scale_by_adopt(), norm())
+    assert is_row_separable(optax.apply_if_finite(clipped, 3))
 
 
 @pytest.mark.usefixtures("loose_promotion")

@@ -34,6 +34,7 @@ from sparsejax import _compat, _primitives
 from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import parts, state_leaves
 from sparsejax.optim._lazy.row_program import (
+    LINEAR,
     REDUCTIONS,
     Node,
     NotByRows,
@@ -173,7 +174,7 @@ class Judge(Runner):
     """The walk of the program of one row.
 
     Values of rows are nodes. So are constants, and what is the same in all rows, of no
-    table. All else is `Shared`: a number that is not known.
+    table, and a number with a sign. All else is `Shared`: a number that is not known.
 
     Attributes:
       faults: what prevents that the tables are lifted.
@@ -212,8 +213,14 @@ class Judge(Runner):
             return self.run(*body, values)
         if eqn.primitive.name == "cond":
             return self.cond(eqn, values)
-        makes_rows = any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
-        if makes_rows or not any(isinstance(x, (Shared, Reduction)) for x in values):
+        name, is_node = eqn.primitive.name, any(isinstance(x, Node) for x in values)
+        if (
+            any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
+            or not any(isinstance(x, (Shared, Reduction)) for x in values)
+            # A function of a row that is run on random numbers knows the sign.
+            or name == "neg"
+            or (is_node and name in LINEAR)
+        ):
             return self.nodes(eqn, values, None)
         step = Step(self.path, values, next(self._number))
         return [Shared(v.aval, step) for v in eqn.outvars]
