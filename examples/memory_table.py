@@ -14,6 +14,7 @@ import pathlib
 import resource
 import time
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def pieces(text, count, seed):
     return text[first[:, None] + np.arange(LENGTH + 1)]
 
 
-def device_step(tx, row_tx, params):
+def device_step(tx, row_tx, params) -> Any:
     """The step and the state of a memory that is an array, or of none."""
     labels = {name: "rows" if name == "memory" else "dense" for name in params}
     tx = sj.optim.lazy(optax.partition({"rows": row_tx, "dense": tx}, labels))
@@ -130,7 +131,7 @@ def main(argv=None):
     if args.save and pathlib.Path(args.save).exists():
         params, opt_state, first = store.load(args.save, (params, opt_state, first))
         print(f"resumed after {first} steps")
-    batches = (pieces(text, BATCH, n + 1) for n in range(first, args.steps))
+    batches: Any = (pieces(text, BATCH, n + 1) for n in range(first, args.steps))
     batches = step.prefetch(params, batches) if is_stored else zip(batches)
     began = time.perf_counter()
     for number, batch in enumerate(batches, first + 1):

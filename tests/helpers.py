@@ -198,7 +198,7 @@ def assert_lazy_step(tx, dense_step, before, grads, found, rtol=1e-5):
     leaves = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, sj.SelectedRows))
     unread = testing._unread(tx, before[0], leaves)
     for what, *trees in zip(("params", "state"), found, after, before, unread):
-        testing._compare(0, rtol, 0.0, 1, what, *trees)
+        testing._compare(0, rtol, 0.0, True, what, *trees)
 
 
 # ------------------------------------------------------------------ programs

@@ -108,6 +108,7 @@ def put(
             f"here has {_show_names(names)}. Pass the tree that was saved, or None."
         )
     data, leaves = iter(contents), []
+    value: Any
     for (name, x), there in zip(wanted, descriptions):
         if "stored" in there:
             spec = {"shape": there.get("shape"), "dtype": there.get("dtype")}

@@ -87,14 +87,10 @@ def weight_decay(
       Loshchilov and Hutter, 2019, "Decoupled Weight Decay Regularization".
     """
     base.check_not_negative(weight_decay=weight_decay, learning_rate=learning_rate)
-    if all(isinstance(x, (int, float)) for x in (weight_decay, learning_rate)):
+    if not callable(learning_rate):
         lost = weight_decay * learning_rate
-        if lost >= 1:
-            raise ValueError(
-                "weight_decay * learning_rate, the fraction of the weights that a step "
-                f"removes, must be less than 1, got {lost}. Pass what optax.adamw "
-                "takes as weight_decay."
-            )
+        name = "weight_decay * learning_rate"
+        base.check(name, lost, "less than 1: a step removes it", lambda x: x < 1)
 
     def init(params):
         dtype = base.widest_dtype(params)
