@@ -130,6 +130,15 @@ class ShardedTable(RowTable):
         """Rebuilds without checks, since JAX may pass any object as the child."""
         return cls(*children, *static)
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "A ShardedTable cannot be pickled, because its mesh names devices of this "
+            "process. Save it with sparsejax.parallel.save, or pickle table.to_dense()."
+        )
+
+    def __copy__(self) -> Self:
+        return dataclasses.replace(self)
+
     def __deepcopy__(self, memo: Any) -> Self:
         return jax.tree.map(lambda x: copy.deepcopy(x, memo), self)
 
