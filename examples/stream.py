@@ -40,7 +40,7 @@ def new_store(rows, tx=None):
 
 
 def vectors(tables, rows):
-    """Of the query of each event, and of its item; zeros for keys without a row."""
+    """Vectors of each event's query and item; zeros for keys without a row."""
     user, last, item = (sj.lookup(tables[x], rows[x], mode="zero") for x in NAMES)
     return user + last, item
 

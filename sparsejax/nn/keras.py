@@ -48,7 +48,7 @@ _register = keras.saving.register_keras_serializable("sparsejax")
 
 # ------------------------------------------------------------------ optimizer
 
-# What takes the place of Keras' optimizers that are not row-separable or not in optax.
+# The replacement for Keras' optimizers that are not row-separable or not in optax.
 # The others are in optax under their names in lower case.
 _INSTEAD = {
     "adafactor": "sparsejax.optim.rowwise_adagrad",

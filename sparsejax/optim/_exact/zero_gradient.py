@@ -348,7 +348,7 @@ def _on_coordinate(
 ) -> list[tuple[Any, bool]]:
     """Runs a function of rows on one coordinate, and tells which results move.
 
-    What does not depend on weights or moments does not move. It is an array if it is
+    A value that depends on no weights or moments does not move. It is an array if it is
     known and its entries differ.
 
     Args:
