@@ -181,6 +181,9 @@ class Trainer:
         )
         self._run_forward = jitted(self._forward, checked=checked)
 
+    def __reduce__(self) -> Any:
+        return self.store.__reduce__()  # which raises
+
     # -- training -----------------------------------------------------------------
 
     def step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -174,6 +174,9 @@ class CachedTable:
             table.cache = self._rows
 
         self._engine.run(work)
+
+    def __reduce__(self) -> Any:
+        return self._engine.__reduce__()  # which raises
 
     def __repr__(self) -> str:
         shape = [self._rows.slots.row_of.size, *self._stored.shape[1:]]

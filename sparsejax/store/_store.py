@@ -132,6 +132,9 @@ class KVStore:
     # Without this, Python would iterate by `self[0], self[1], ...`.
     __iter__ = None
 
+    def __reduce__(self) -> Any:
+        return self.engine.__reduce__()  # which raises
+
     def __repr__(self) -> str:
         if self.engine.is_closed:
             return "KVStore(closed)"

@@ -338,8 +338,11 @@ def test_what_holds_threads_and_files_is_not_copied():
     store = sj.store.KVStore()
     store.init("t", TABLE, ADAM)
     cache = sj.store.CachedTable(store, "t", 4)
-    for x in (store, cache):
-        for way in (pickle.dumps, copy.deepcopy):
+    block = sj.nn.SparseEmbedding(9, 2, name="rows")
+    loss = lambda rows, _: jnp.sum(rows)
+    trainer = sj.nn.Trainer(block, sj.store.KVStore(), loss, ADAM)
+    for x in (store, cache, trainer):
+        for way in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match=r"cannot be copied or pickled.*save"):
                 way(x)
 
