@@ -171,6 +171,7 @@ BY_ROWS = {
     # It counts the rows read, as a clip after momentum does.
     "norm of momentum": lambda g, w, s: (g / jnp.linalg.norm(s + g), s + g),
     "where": lambda g, w, s: (jnp.where(s > 0, g, 0.5 * g), jnp.maximum(s, g)),
+    "norm of zeros": lambda g, w, s: (g + jnp.linalg.norm(jnp.zeros_like(g)), s),
 }
 NOT_BY_ROWS = {
     "norm of new weights": lambda g, w, s: (g / jnp.linalg.norm(w - g), s),

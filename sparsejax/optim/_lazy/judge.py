@@ -257,7 +257,7 @@ class Judge(Runner):
         has_rows = list(map(bool, rows))
         one, many = eqn.params, twin.params
         if count and not any(outs) and name in REDUCTIONS:
-            if not tables_of(ins):
+            if not tables_of(ins) and not self._is_neutral_constant(name, ins[0]):
                 raise NotByRows(f"{name} that counts the rows of a table")
             return
         if count and not any(rows) and name != "broadcast_in_dim":
@@ -337,6 +337,12 @@ class Judge(Runner):
                 "were never read"
             )
         return True
+
+    def _is_neutral_constant(self, kind: str, x: Any) -> bool:
+        """Returns True for the zeros of `set_to_zero`, for example."""
+        function = RowFunction([x], [])
+        (still,) = self._run(function, "zero", "any")
+        return self._is_neutral(kind, still, function)
 
     def _is_neutral(self, kind: str, still: np.ndarray, function: RowFunction) -> bool:
         """Returns True if results of rows without a gradient change no reduction."""
