@@ -2,17 +2,16 @@
 
 Word vectors are trained on a text (skip-grams with negative samples), with the same
 batches several times: by optax on dense gradients, by `sparsejax.optim.exact`, and by
-`sparsejax.optim.lazy`. Told is how far the last two are from the first. For a
-yardstick, dense and exact training are repeated in float64: what float32 is off by, and
-what exact is off by without rounding.
+`sparsejax.optim.lazy`. Printed is how far the last two are from the first. For a
+yardstick, dense and exact training are repeated in float64: the distance of dense
+training in float32, and of exact training without rounding.
 
     python -m benchmarks exact_loss --text book.txt.gz --out exact_adam.png
 """
 
 import argparse
 import functools
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,22 +23,20 @@ import sparsejax as sj
 from examples import word2vec
 
 
-KINDS = ("dense", "exact", "lazy")
-NEGATIVES, WINDOW = 5, 5
+NEGATIVES, WINDOW, HELD_OUT = 5, 5, 20_000
+WIDE = {"dense, float64": "dense", "exact, float64": "exact"}
 
 
-class Task(NamedTuple):
-    """A loss, where its parameters start, batches, and what is held out."""
+class Training(NamedTuple):
+    """The loss of each step, held-out losses, and all weights in the end."""
 
-    name: str
-    loss: Callable[..., jax.Array]
-    params: Any
-    batches: Any
-    held_out: Any
+    losses: np.ndarray
+    held_out: np.ndarray
+    weights: np.ndarray
 
 
 def optimizers(steps: int, rate: float) -> dict[str, Any]:
-    """What is compared."""
+    """The optimizers that are compared."""
     cosine = optax.cosine_decay_schedule(rate, steps)
     return {
         "adam": optax.adam(rate),
@@ -48,11 +45,8 @@ def optimizers(steps: int, rate: float) -> dict[str, Any]:
     }
 
 
-# ------------------------------------------------------------------ tasks
-
-
-def skip_gram_loss(params: Any, ids: Any) -> jax.Array:
-    """Of a word `ids[:, 0]`, one near it, and words drawn at random."""
+def loss_fn(params: Any, ids: Any) -> jax.Array:
+    """The loss of a word `ids[:, 0]`, a word near it, and words drawn at random."""
     word = sj.lookup(params["in"], ids[:, 0], mode="clip")
     others = sj.lookup(params["out"], ids[:, 1:], mode="clip")
     logits = jnp.einsum("bd,bkd->bk", word, others)
@@ -72,55 +66,43 @@ def near_pairs(tokens: Any, counts: Any, rng: np.random.Generator) -> np.ndarray
     return rng.permutation(np.concatenate(pairs))
 
 
-def skip_grams(path: str | None, steps: int, batch: int, dim: int) -> Task:
-    """Word vectors; the last tenth of the text is held out."""
-    words, counts, ids = word2vec.read_corpus(path, 2)
+def skip_grams(args: argparse.Namespace) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Parameters, batches, and pairs of the last tenth of the text, held out."""
+    words, counts, ids = word2vec.read_corpus(args.text, 2)
     rng = np.random.default_rng(0)
-    cut = ids.size * 9 // 10
     sampler = sj.losses.NegativeSampler.from_counts(counts)
 
     def with_negatives(tokens, count):
-        pairs = near_pairs(tokens, counts, rng)
-        pairs = np.resize(pairs, (count, 2))
+        pairs = np.resize(near_pairs(tokens, counts, rng), (count, 2))
         drawn = sampler.sample(jax.random.key(count), (count, NEGATIVES)).ids
         return np.concatenate([pairs, drawn], axis=1)
 
-    train = with_negatives(ids[:cut], steps * batch)
-    shape = (len(words), dim)
+    cut, shape = ids.size * 9 // 10, (len(words), args.dim)
+    batches = with_negatives(ids[:cut], args.steps * args.batch)
     params = {
-        "in": (rng.random(shape, np.float32) - 0.5) / dim,
+        "in": (rng.random(shape, np.float32) - 0.5) / args.dim,
         "out": np.zeros(shape, np.float32),
     }
-    return Task(
-        f"skip-grams, {shape[0]:,} words",
-        skip_gram_loss,
-        params,
-        train.reshape(steps, batch, 2 + NEGATIVES),
-        with_negatives(ids[cut:], 20_000),
-    )
+    batches = batches.reshape(args.steps, args.batch, 2 + NEGATIVES)
+    return params, batches, with_negatives(ids[cut:], HELD_OUT)
 
 
-# ------------------------------------------------------------------ training
-
-
-def train(task: Task, tx: Any, kind: str, every: int) -> tuple[Any, Any, Any]:
-    """Loss of each step, held-out losses, and the tables in the end."""
-    tables = jax.tree.map(lambda x: np.ndim(x) > 1, task.params)
-    lifted = {"exact": sj.optim.exact, "lazy": sj.optim.lazy}.get(kind, lambda tx: tx)(
-        tx
-    )
+def train(data: Any, tx: Any, kind: str, every: int) -> Training:
+    """Trains by one of the three ways."""
+    params, batches, held_out = jax.tree.map(jnp.asarray, data)
+    if kind != "dense":
+        tx = getattr(sj.optim, kind)(tx)
 
     def step(carry, batch):
         params, state = carry
         if kind == "exact":
-            both = sj.optim.exact_value_and_grad(task.loss, lifted, tables=tables)
+            both = sj.optim.exact_value_and_grad(loss_fn, tx, tables=True)
             (loss, grads), params, state = both(params, state, batch)
         elif kind == "lazy":
-            both = sj.value_and_grad(task.loss, tables=tables)
-            loss, grads = both(params, batch)
+            loss, grads = sj.value_and_grad(loss_fn, tables=True)(params, batch)
         else:
-            loss, grads = jax.value_and_grad(task.loss)(params, batch)
-        updates, state = lifted.update(grads, state, params)
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), loss
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -128,89 +110,71 @@ def train(task: Task, tx: Any, kind: str, every: int) -> tuple[Any, Any, Any]:
         return jax.lax.scan(step, carry, batches)
 
     @jax.jit
-    def evaluate(carry, held_out):
-        params = lifted.flush(*carry)[0] if kind == "exact" else carry[0]
-        return task.loss(params, held_out), params
+    def evaluate(carry):
+        params = tx.flush(*carry)[0] if kind == "exact" else carry[0]
+        return loss_fn(params, held_out), params
 
-    params = jax.tree.map(jnp.asarray, task.params)
-    carry = params, jax.jit(lifted.init)(params)
-    steps = len(jax.tree.leaves(task.batches)[0])
-    held_out = jax.tree.map(jnp.asarray, task.held_out)
-    losses, held = [], []
-    for first in range(0, steps, every):
-        held.append(float(evaluate(carry, held_out)[0]))
-        chunk = jax.tree.map(
-            lambda x, a=first: jnp.asarray(x[a : a + every]), task.batches
-        )
-        carry, some = run(carry, chunk)
-        losses.append(np.asarray(some, np.float64))
-    last, params = evaluate(carry, held_out)
-    weights = [np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(params)]
-    return (
-        np.concatenate(losses),
-        np.array([*held, float(last)]),
-        np.concatenate(weights),
-    )
+    carry = params, jax.jit(tx.init)(params)
+    losses, held = [], [evaluate(carry)[0]]
+    for first in range(0, len(batches), every):
+        carry, some = run(carry, batches[first : first + every])
+        losses.append(some)
+        held.append(evaluate(carry)[0])
+    weights = [x.ravel() for x in jax.tree.leaves(evaluate(carry)[1])]
+    parts = np.concatenate(losses), np.array(held), np.concatenate(weights)
+    return Training(*(x.astype(np.float64) for x in parts))
 
 
-def compare(task: Task, tx: Any, every: int) -> dict[str, Any]:
-    """Trains in all ways, and dense in float64."""
-    results = {kind: train(task, tx, kind, every) for kind in KINDS}
+def compare(data: Any, tx: Any, every: int) -> dict[str, Training]:
+    """Trains in all ways, and the first two again in float64."""
+    kinds = ("dense", "exact", "lazy")
+    results = {kind: train(data, tx, kind, every) for kind in kinds}
+    wide = lambda x: x.astype(np.float64) if x.dtype == np.float32 else x
     with jax.enable_x64(True):
-        wide = lambda x: x.astype(np.float64) if x.dtype == np.float32 else x
-        wider = task._replace(
-            params=jax.tree.map(wide, task.params),
-            batches=jax.tree.map(wide, task.batches),
-            held_out=jax.tree.map(wide, task.held_out),
-        )
-        results["dense, float64"] = train(wider, tx, "dense", every)
-        results["exact, float64"] = train(wider, tx, "exact", every)
-    return results
+        wider = jax.tree.map(wide, data)
+        return results | {k: train(wider, tx, kind, every) for k, kind in WIDE.items()}
 
 
-def distance(a: Any, b: Any) -> tuple[float, float]:
-    """Of two trainings: the largest of the losses', and of the weights in the end."""
-    losses = np.max(np.abs(a[0] - b[0]) / np.abs(b[0]))
-    return float(losses), float(np.linalg.norm(a[2] - b[2]) / np.linalg.norm(b[2]))
+def away(a: Training, b: Training) -> np.ndarray:
+    """The relative distances of held-out losses."""
+    return np.abs(a.held_out - b.held_out) / b.held_out
 
 
-# ------------------------------------------------------------------ showing
-
-
-def plot(results: dict[str, Any], every: int, path: str, title: str) -> None:
-    """Held-out losses, and how far they are from those of dense training."""
+def plot(results: dict[str, Training], every: int, path: str, title: str) -> None:
+    """Held-out losses, and how far they are from the losses of dense training."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     figure.suptitle(title, fontsize=10)
     left, right = figure.subplots(1, 2)
-    styles = {"dense": ("C0-", 5), "exact": ("C1--", 2.2), "lazy": ("C2-", 1.8)}
-    x = np.arange(len(results["dense"][1])) * every
-    for kind, (style, width) in styles.items():
-        alpha = 0.35 if kind == "dense" else 1
-        label = f"{kind} Adam"
-        left.plot(x, results[kind][1], style, label=label, linewidth=width, alpha=alpha)
+    styles = {
+        "dense": ("C0-", 5, 0.35),
+        "exact": ("C1--", 2.2, 1),
+        "lazy": ("C2-", 1.8, 1),
+    }
+    dense = results["dense"]
+    x = np.arange(len(dense.held_out)) * every
+    for kind, (style, width, alpha) in styles.items():
+        line: Any = {"label": f"{kind} Adam", "linewidth": width, "alpha": alpha}
+        left.plot(x, results[kind].held_out, style, **line)
     left.set(xlabel="step", ylabel="held-out loss")
-    left.legend()
-    for kind in ("lazy", "exact"):
-        away = np.abs(results[kind][1] - results["dense"][1]) / results["dense"][1]
-        right.plot(x, np.maximum(away, 1e-9), styles[kind][0], label=f"{kind} Adam")
-    away = (
-        np.abs(results["dense, float64"][1] - results["dense"][1]) / results["dense"][1]
-    )
-    right.plot(x, np.maximum(away, 1e-9), "k:", label="dense Adam in float64")
+    distances = {"lazy": "C2-", "exact": "C1--", "dense, float64": "k:"}
+    for kind, style in distances.items():
+        label = f"{kind} Adam" if kind in styles else "dense Adam in float64"
+        right.plot(x, np.maximum(away(results[kind], dense), 1e-9), style, label=label)
     right.set(xlabel="step", ylabel="distance from dense Adam, relative", yscale="log")
-    right.legend()
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.legend()
     figure.savefig(path, dpi=80)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options."""
-    assert __doc__ is not None
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains with each optimizer, and prints a line for each way."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks exact_loss", description=__doc__.split("\n")[0]
+        prog="python -m benchmarks exact_loss",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--text", metavar="FILE", help="default: Python's help texts")
     parser.add_argument("--steps", type=int, default=1000)
@@ -218,35 +182,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--rate", type=float, default=5e-3)
     parser.add_argument("--every", type=int, default=50, help="steps between losses")
-    parser.add_argument("--only", help="one of the optimizers")
     parser.add_argument("--out", metavar="FILE.png", help="draws held-out losses, Adam")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs it."""
-    args = parse(argv)
-    task = skip_grams(args.text, args.steps, args.batch, args.dim)
-    print(f"{task.name}, {args.steps} steps; relative distances")
+    args = parser.parse_args(argv)
+    data = skip_grams(args)
+    title = f"skip-grams, {len(data[0]['in']):,} words"
+    print(f"{title}, {args.steps} steps; relative distances")
     print(f"{'optimizer':50}  losses   weights    held out")
     for name, tx in optimizers(args.steps, args.rate).items():
-        if args.only not in (None, name):
-            continue
-        results = compare(task, tx, args.every)
+        results = compare(data, tx, args.every)
         for kind, result in results.items():
             other = "dense, float64" if kind == "exact, float64" else "dense"
-            losses, weights = distance(result, results[other])
+            base = results[other]
+            losses = np.max(np.abs(result.losses - base.losses) / base.losses)
+            weights = np.linalg.norm(result.weights - base.weights)
             print(
-                f"{name:15}{kind:15} from {other:15}{losses:>8.1e} {weights:>9.1e}"
-                f"{result[1][-1]:>12.6f}",
+                f"{name:15}{kind:15} from {other:15}{losses:>8.1e} "
+                f"{weights / np.linalg.norm(base.weights):>9.1e}"
+                f"{result.held_out[-1]:>12.6f}",
                 flush=True,
             )
         if args.out and name == "adam":
-            plot(
-                results, args.every, args.out, f"{task.name}, {args.batch} pairs a step"
-            )
+            plot(results, args.every, args.out, f"{title}, {args.batch} pairs a step")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,6 +16,7 @@
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -28,7 +29,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 
@@ -86,7 +86,7 @@ def alternate(
         order = list(programs.items())
         random.Random(number).shuffle(order)
         for name, program in order:
-            wait_for_rest()
+            _wait_for_rest()
             state, _ = _timed(program, state, inputs)
             state, taken = _timed(program, state, inputs)
             times[name].append(taken)
@@ -100,7 +100,7 @@ def _timed(program: Callable, state: Any, inputs: Callable) -> tuple[Any, float]
     return state, time.perf_counter() - start
 
 
-def wait_for_rest(most: float = 5.0) -> None:
+def _wait_for_rest(most: float = 5.0) -> None:
     """Waits until no thread of this process is running, at most `most` seconds."""
     step = 0.002
     for _ in range(int(most / step)):
@@ -110,31 +110,49 @@ def wait_for_rest(most: float = 5.0) -> None:
             return
 
 
-def median_ms(times: Sequence[float]) -> float:
-    """The median, in milliseconds."""
-    return 1e3 * statistics.median(times)
+def compare(
+    args: argparse.Namespace,
+    programs: Mapping[str, Callable[..., Any]],
+    state: Any,
+    inputs: Callable[[], Any],
+    *,
+    steps: int = 1,
+    compiled: Mapping[str, Compiled] = {},
+) -> dict[str, Any]:
+    """Times programs in turn, as long as `args` says: one record.
+
+    Args:
+      args: `repeats` and `seconds` of the command line.
+      programs, state, inputs: see `alternate`.
+      steps: of one run; the times of one step are recorded.
+      compiled: the programs that were compiled apart.
+
+    Returns:
+      By program: `ms`, the median; `best_ms`, of the fastest run; `spread`;
+      `compile_s` and `temp_mb`. `ratio` and `best_ratio` are how many times as long as
+      "ours" the others take.
+    """
+    limits = {"repeats": args.repeats, "seconds": args.seconds}
+    times, _ = alternate(programs, state, inputs, **limits)
+    per_step = 1e3 / steps
+    ms = {name: per_step * statistics.median(x) for name, x in times.items()}
+    best = {name: per_step * min(x) for name, x in times.items()}
+    return {
+        "ms": ms,
+        "best_ms": best,
+        "ratio": ratios(ms),
+        "best_ratio": ratios(best),
+        "spread": {name: spread(x) for name, x in times.items()},
+        "compile_s": {name: x.seconds for name, x in compiled.items()},
+        "temp_mb": {name: x.temp_bytes / 1e6 for name, x in compiled.items()},
+        "repeats": len(next(iter(times.values()))),
+    }
 
 
-def free_bytes() -> int | None:
-    """Memory available without swapping, or None if unknown."""
-    limits = []
-    try:
-        for line in pathlib.Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(int(line.split()[1]) * 1024)
-        group = pathlib.Path("/sys/fs/cgroup")  # a container's own limit
-        limit = (group / "memory.max").read_text().strip()
-        if limit != "max":
-            used = int((group / "memory.current").read_text())
-            stat = (group / "memory.stat").read_text().split()
-            cache = int(stat[stat.index("inactive_file") + 1])
-            limits.append(int(limit) - used + cache)
-    except (OSError, ValueError):
-        pass  # not Linux, or no such limit
-    return min(limits) if limits else None
-
-
-# ------------------------------------------------------------------ numbers
+def ratios(ms: Mapping[str, float]) -> dict[str, float]:
+    """How many times as long as "ours" the other sides take."""
+    ours = ms.get("ours")
+    return {} if ours is None else {k: x / ours for k, x in ms.items() if k != "ours"}
 
 
 def spread(times: Sequence[float]) -> float:
@@ -145,6 +163,9 @@ def spread(times: Sequence[float]) -> float:
     return (high - low) / 2 / middle
 
 
+# ------------------------------------------------------------------ machine and ids
+
+
 def machine() -> dict[str, Any]:
     """Device, versions, processor, and what is set of the allocator."""
     device = jax.devices()[0]
@@ -153,34 +174,26 @@ def machine() -> dict[str, Any]:
         "device": f"{device.platform}:{device.device_kind}",
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "cpu": _cpu_model(),
+        "cpu": _line_of("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(affinity(0)) if affinity else os.cpu_count(),
         "malloc": os.environ.get("GLIBC_TUNABLES") or "default",
     }
 
 
-def _cpu_model() -> str:
+def free_bytes() -> int | None:
+    """Memory available without swapping, or None where Linux does not tell."""
+    line = _line_of("/proc/meminfo", "MemAvailable")
+    return int(line.split()[0]) * 1024 if line else None
+
+
+def _line_of(path: str, name: str) -> str | None:
+    """The value of the first line `name: value` of a file."""
     try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            x.split(":")[1].strip() for x in lines if x.startswith("model name")
-        )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def bandwidth(megabytes: int = 256) -> float:
-    """Bytes a second that one in-place pass over an array reads and writes together.
-
-    What a step would take that did nothing but move the bytes it must move, in order,
-    is those bytes over this: a bound that no program beats by much.
-    """
-    x = jnp.ones((megabytes << 18,), jnp.float32)
-    scale = compile_apart(
-        jax.jit(lambda x, _: (x * jnp.float32(1.01), ()), donate_argnums=0), x, ()
-    )
-    times, _ = alternate({"": scale.run}, x, tuple, repeats=7)
-    return 2 * (megabytes << 20) / statistics.median(times[""])
+        lines = pathlib.Path(path).read_text().splitlines()
+    except OSError:
+        return None
+    values = (x.partition(":")[2].strip() for x in lines if x.startswith(name))
+    return next(values, None)
 
 
 def make_ids(count: int, rows: int, zipf: bool, rng: np.random.Generator) -> np.ndarray:
@@ -200,58 +213,60 @@ def run(
     argv: Sequence[str] | None,
     options: Callable[[argparse.ArgumentParser], None],
     cases: Callable[[argparse.Namespace], Iterable[dict[str, Any]]],
-    line: Callable[[dict[str, Any]], str],
-    failures: Callable[[Sequence[dict[str, Any]]], list[str]] | None = None,
-    header: str = "",
+    failures: Callable[[Sequence[dict[str, Any]]], list[str]],
     finish: Callable[..., Any] | None = None,
 ) -> int:
     """Runs a benchmark: parses options, prints a line a record, checks the claims.
 
     Args:
-      name, doc: of the benchmark; the first line of `doc` is told by `--help`.
+      name, doc: of the benchmark; `--help` prints both.
       argv: the arguments after the name.
       options: adds the benchmark's own options.
       cases: yields a record for each case.
-      line: one record as text.
       failures: the claims that do not hold, for `--check`.
-      header: printed before the records.
       finish: called with the arguments and all records.
 
     Returns:
       The exit status: 1 if a claim does not hold.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m benchmarks {name}", description=(doc or "").split("\n")[0]
+        prog=f"python -m benchmarks {name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    options(parser)
     parser.add_argument("--repeats", type=int, default=25, help="timed runs, at most")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a case, about")
     parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")
-    if failures:
-        parser.add_argument("--check", action="store_true", help="exit 1 if one fails")
+    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
+    options(parser)
     args = parser.parse_args(argv)
     about = machine()
-    print("  ".join(f"{key} {value}" for key, value in about.items()))
-    print(header, flush=True)
+    print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
     records = []
     for record in cases(args):
         records.append(record)
         print(line(record), flush=True)
         if args.json:
-            append_json_line(args.json, {"benchmark": name, **about, **record})
+            with open(args.json, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"benchmark": name, **about, **record}) + "\n")
     if finish:
         finish(args, records)
-    return report(failures(records) if failures and args.check else [])
-
-
-def report(wrong: Sequence[str]) -> int:
-    """Says which claims do not hold; 1 if any, the exit status of `--check`."""
+    wrong = failures(records) if args.check else []
     for text in wrong:
         print(f"does not hold: {text}", file=sys.stderr)
     return 1 if wrong else 0
 
 
-def append_json_line(path: str, record: Mapping[str, Any]) -> None:
-    """Appends one line to a file of JSON lines."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+# The tables of a record that are printed, with their units.
+_SHOWN = {"ms": "ms", "ratio": "x", "temp_mb": "MB", "sent_mb": "MB sent"}
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """A record as text: its case, and a group of figures for each kind of figure."""
+    case = itertools.takewhile(lambda x: not isinstance(x, dict), record.values())
+    words = [f"{x:,}" if isinstance(x, int) else str(x) for x in case]
+    for key, unit in _SHOWN.items():
+        if figures := record.get(key):
+            shown = ", ".join(f"{name} {x:.3g}" for name, x in figures.items())
+            words.append(f"| {shown} {unit}")
+    return " ".join(words)

@@ -134,7 +134,7 @@ class Clicks:
 
 
 def entropy(rate: float) -> float:
-    """Of a coin that falls so often: the loss of a constant guess."""
+    """The loss of a constant guess: the entropy of a coin that falls so often."""
     return float(-rate * np.log(rate) - (1 - rate) * np.log(1 - rate))
 
 

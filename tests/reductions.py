@@ -10,7 +10,7 @@ import sparsejax as sj
 
 
 # ------------------------------------------------------------------ one segment
-# Of the elements [m, ...] of one segment, m > 0.
+# Each takes the elements [m, ...] of one segment, m > 0.
 
 
 def _logsumexp(v):

@@ -30,6 +30,7 @@ tables.
 
 import argparse
 import importlib
+import itertools
 import json
 import pathlib
 import random
@@ -37,7 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -108,18 +109,18 @@ def _jax_step(model, name, params, first, read, side):
 
     def step(batch):
         nonlocal params, state
-        params, state, value = jax.block_until_ready(compiled(params, state, batch))
+        params, state, value = jax.block_until_ready(compiled.run(params, state, batch))
         return value
 
     params = jax.device_put(params)
     state = jax.jit(tx.init)(params)
-    start = time.perf_counter()
     jitted = jax.jit(train_step, donate_argnums=(0, 1))
-    compiled = jitted.lower(params, state, put(first)).compile()
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    temporary = getattr(memory, "temp_size_in_bytes", 0)
-    return step, put, {"compile_s": seconds, "temporary_bytes": temporary}
+    compiled = timing.compile_apart(jitted, params, state, put(first))
+    return (
+        step,
+        put,
+        {"compile_s": compiled.seconds, "temp_mb": {"step": compiled.temp_bytes / 1e6}},
+    )
 
 
 def _without_tables(model, params, batch):
@@ -152,7 +153,7 @@ def _torch_step(model, name, params, first, read, side):
     from benchmarks.models import torch_side
 
     step, put = torch_side.make_step(name, params, has_tables=side != "torch-rest")
-    return step, put, {"compile_s": 0.0, "temporary_bytes": 0}
+    return step, put, {}
 
 
 class _Process:
@@ -171,12 +172,8 @@ class _Process:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.about: dict[str, Any] = {}
         self.times: list[float] = []
-
-    def wait(self) -> None:
-        """Returns once the step is compiled."""
-        self.about = self.about or self._read()
+        self.about: dict[str, Any] = self._read()  # once the step is compiled
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -208,12 +205,9 @@ def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, An
     processes: dict[tuple[str, str], _Process] = {}
     try:
         for tree, side in sides:
-            processes[tree, side] = process = _Process(tree, name, read, side)
-            if not args.together:  # compiling is timed too
-                process.wait()
-        for process in processes.values():
-            process.wait()
-        for number in range(args.rounds):
+            # One compiles after the other, since that is timed too.
+            processes[tree, side] = _Process(tree, name, read, side)
+        for number in range(args.repeats):
             order = list(processes.values())
             random.Random(number).shuffle(order)
             for process in order:
@@ -231,69 +225,56 @@ def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, An
             "read": read,
             "side": side,
             "tree": tree,
-            "ms": round(medians[tree, side], 2),
-            "ratio": round(medians[tree, side] / medians[sides[0]], 3),
+            "ms": {"step": medians[tree, side]},
+            "ratio": {"to the first": medians[tree, side] / medians[sides[0]]},
             **processes[tree, side].about,
         }
         for tree, side in sides
     ]
 
 
-def check(records: Sequence[dict[str, Any]]) -> list[str]:
+def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     """The claims that do not hold; prints the table of README and of performance.md."""
     wrong = []
     print("\n| model | as installed | freed pages kept | PyTorch | without tables |")
     for name, read in dict.fromkeys((r["model"], r["read"]) for r in records):
         mine = [r for r in records if (r["model"], r["read"]) == (name, read)]
-        ms = {r["side"]: r["ms"] for r in mine}
+        ms = {r["side"]: r["ms"]["step"] for r in mine}
         peer = min(ms["torch"], ms["torch+pages"])
         tables = ms["ours+pages"] - ms["rest+pages"]
         shown = ms["ours"], ms["ours+pages"], peer, ms["rest+pages"]
         print(f"| {name}, {read} | {' | '.join(f'{x:.1f}' for x in shown)} |")
-        for what, found, least in (
+        for case, ratio, least in (
             ("as installed", peer / ms["ours"], MIN),
             ("with pages kept", peer / ms["ours+pages"], MIN_WITH_PAGES),
             ("of the tables", (peer - ms["torch-rest"]) / tables, MIN_OF_TABLES),
         ):
-            if found < least:
-                wrong.append(f"{name}, {read}, {what}: {found:.2f}, claimed {least}")
+            if ratio < least:
+                wrong.append(f"{name}, {read}, {case}: {ratio:.2f}, claimed {least}")
     return wrong
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Parses the options, times every model, prints a line for each side."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks models",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A record for each model, way to read, side and checkout."""
+    if args.check:
+        args.sides = CHECKED
+    for name, read in itertools.product(args.names, args.reads):
+        yield from measure(args, name, read)
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Adds the models and their sides."""
+    parser.set_defaults(repeats=7)  # rounds
     parser.add_argument("--names", nargs="+", choices=[*NAMES, *LARGE], default=NAMES)
     parser.add_argument("--reads", nargs="+", choices=[*READS], default=[*READS])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--trees", nargs="+", default=["."], help="checkouts")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10, help="of each round")
-    parser.add_argument("--together", action="store_true", help="compile side by side")
-    parser.add_argument("--json", help="append each record to this file")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
-    args = parser.parse_args(argv)
-    if args.check:
-        args.sides = CHECKED
-    print(f"{'model':16}{'read':8}{'side':13}{'ms':>8}{'ratio':>8}{'MiB':>7}  tree")
-    records = []
-    for name in args.names:
-        for read in args.reads:
-            for record in measure(args, name, read):
-                records.append(record)
-                mebibytes = record["temporary_bytes"] / 2**20
-                print(
-                    f"{name:16}{read:8}{record['side']:13}{record['ms']:8.2f}"
-                    f"{record['ratio']:8.3f}{mebibytes:7.1f}  {record['tree']}",
-                    flush=True,
-                )
-                if args.json:
-                    timing.append_json_line(args.json, record)
-    return timing.report(check(records) if args.check else [])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
+    return timing.run("models", __doc__, argv, options, cases, failures)
 
 
 if __name__ == "__main__":

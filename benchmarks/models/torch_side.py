@@ -1,4 +1,4 @@
-"""What the models in PyTorch share: how a step runs, and layers made of given arrays.
+"""Shared by the models in PyTorch: how a step runs, and layers made of given arrays.
 
 A model's file in PyTorch, NAME_torch.py, has `Model(params)`, a module whose `forward`
 takes a batch and returns the loss, and `optimizers(model)`.

@@ -1,4 +1,4 @@
-"""What all races share: environments of peers, turns, points on a curve, one table.
+"""Shared by all races: environments of peers, turns, points on a curve, one table.
 
 A race is a module of this package with these names:
 
@@ -130,7 +130,7 @@ def tell(seconds, samples, **point):
 
 
 def printed(main, options, task, names, told=None):
-    """What an example prints: `options`, and `names` of the task as further options."""
+    """The output of an example, run with `options` and `names` of the task."""
     told = io.StringIO() if told is None else told
     of_task = [x for name in names for x in (f"--{name}", str(task[name]))]
     with contextlib.redirect_stdout(told):

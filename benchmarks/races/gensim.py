@@ -89,7 +89,7 @@ def ranks(values):
 
 
 def spearman(file, vectors, ids, part):
-    """Of every second pair, from `part` on; and the number of pairs."""
+    """Spearman's correlation over every second pair, from `part` on."""
     lines = file.read_text().lower().splitlines()[part::2]
     lines = [line.split() for line in lines if not line.startswith("#")]
     known = [x for x in lines if x[0] in ids and x[1] in ids]

@@ -29,7 +29,7 @@ EACH = 1000
 
 
 class Told(io.StringIO):
-    """What was printed, and the time of the last step that was told."""
+    """The printed text, and the time at which the last step was printed."""
 
     def __init__(self):
         super().__init__()

@@ -264,7 +264,7 @@ def sparse_grad(table):
 
 
 def repeated_once_more(x0, w0, ids):
-    """What a weight of x0 that is applied once, not twice, makes different."""
+    """The difference if a weight of x0 is applied once, not twice."""
     twice = np.bincount(ids, minlength=len(x0))[:, None] == 2
     return np.where(twice, (w0 - w0**2) * x0, 0)
 
@@ -280,7 +280,7 @@ def added(data, segment_ids):
 
 
 def cut(cotangent):
-    """Of segments of 3 and 1, cut to 2."""
+    """Segments of 3 and 1, cut to 2."""
     nothing = np.zeros_like(cotangent[0, 0])
     return np.stack([*cotangent[0], nothing, cotangent[1, 0]])
 

@@ -494,7 +494,7 @@ def test_recorded_steps(name):
         # Its book of rows starts where training does; what it is exact to is `tx`.
         tx, gradients = bare(key, **of.hyper), [dense(g) for g in gradients]
     elif "dense" in name and not hasattr(tx, "catch_up"):
-        # Of the others, lazy is fed the dense gradient that Paddle had.
+        # Otherwise lazy is fed the dense gradient that Paddle had.
         if not key.startswith(LAZY_IS_EXACT):
             gradients = [dense(g) for g in gradients]
     state = None if hasattr(tx, "catch_up") else start(tx, of)

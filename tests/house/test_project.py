@@ -14,7 +14,7 @@ yaml = pytest.importorskip("yaml")
 PROJECT = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 GITHUB = pages.ROOT / ".github"
-# What is read or run where there is no pyproject.toml states the address again.
+# Files that are read or run without pyproject.toml state the address again.
 STATE_THE_ADDRESS = (
     r"pyproject\.toml|CITATION\.cff|README\.md|docs/install\.md|notebooks/.*"
 )

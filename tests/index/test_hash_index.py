@@ -145,7 +145,7 @@ def test_old_sightings_fade():
     keys = np.arange(12 * 512, dtype=np.int32).reshape(12, 512)
     for step in range(12):
         index, _, _ = insert(index, keys[step], step)
-    # Of 6,144 keys seen once, those that the sketch takes for another.
+    # The sketch takes some of 6,144 keys seen once for another.
     assert int(index.num_keys) < 900
     index, rows, _ = insert(index, keys[-1], 12)
     assert int(index.num_refused) + np.sum(np.asarray(rows) < 1024) >= 512

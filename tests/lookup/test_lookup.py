@@ -347,7 +347,7 @@ def test_gradients_of_max_norm_are_finite():
         return jnp.sum(jnp.where(jnp.isnan(rows), 0, rows))
 
     grad = jax.jit(jax.grad(loss))(table, ids)
-    # Of x / |x| the gradient is (g - u (u.g)) / |x|, with u = (0.6, 0.8), g = (1, 1).
+    # The gradient of x / |x| is (g - u (u.g)) / |x|, with u = (0.6, 0.8), g = (1, 1).
     want = np.array([[0.16 / 5, -0.12 / 5], [2, 2], [0, 0], [0, 0]], np.float32)
     np.testing.assert_allclose(grad, want, atol=1e-7)
     along = lambda t, v: jax.jvp(lambda t: jax.grad(loss)(t, ids), (t,), (v,))[1]

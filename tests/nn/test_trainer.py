@@ -371,7 +371,7 @@ def saved_kinds(tx):
 
 
 class Scaled(SparseEmbedding):
-    """Of dense parameters of two types."""
+    """The dense parameters have two types."""
 
     def row_ids(self, inputs):
         return super().row_ids(inputs[0])

@@ -708,7 +708,7 @@ READ = [[0, 1], [1], [1, 2], [1], [1, 3], [1], [1, 2], [1, 4], [1], [1, 2], [1],
 def gradient_at(step):
     """The rows and values of one step's gradient, the same for both sides.
 
-    Of two slots at every step, so that it is compiled once.
+    Every gradient has two slots, so that the step is compiled once.
     """
     rows = np.array([*READ[step], H][:2])
     values = np.cos(np.arange(len(rows) * W) + step).reshape(-1, W).astype(np.float32)

@@ -85,7 +85,7 @@ IN_PASSES = {
 def problem(ids=N, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     table = jnp.asarray(rng.normal(size=(V, D)), dtype)
-    # What is made of scalars for "one", such as Adagrad's zeros, looks like a row's.
+    # Arrays made of scalars for "one", such as Adagrad's zeros, look like a row's.
     ones = np.ones(D, np.float32)
     params = {"b": ones, "one": ones[:1], "table": table}
     rows = rng.integers(-1, V + 2, ids)
@@ -405,7 +405,7 @@ def test_tables_with_equal_rows_share_one_program():
 
 
 def test_tables_with_other_updates_have_programs_of_their_own():
-    """Of equal rows too: a rate, a sign or the way around makes them different."""
+    """Equal rows too: a rate, a sign or the order makes the updates different."""
     rates = {"a": 0.1, "b": 0.2, "c": -0.1}
     ways = {k: optax.adam(rate) for k, rate in rates.items()}
     ways["d"] = optax.chain(optax.adam(0.1), optax.add_decayed_weights(0.1))

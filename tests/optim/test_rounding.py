@@ -177,7 +177,7 @@ def test_state_is_float32_unless_asked_otherwise():
 
 
 def test_updates_with_duplicates_are_merged_before_rounding():
-    """Of a transformation that is not lazy's: the row is rounded once."""
+    """A transformation other than `lazy` also rounds the row once."""
     plain = optax.GradientTransformation(lambda p: (), lambda g, s, p=None: (-g, s))
     table = jnp.ones((V, 1), jnp.bfloat16)
     grad = sj.SelectedRows(jnp.array([2, 2, 5]), jnp.full((3, 1), 2**-9), V)

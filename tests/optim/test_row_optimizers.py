@@ -650,7 +650,7 @@ def test_long_gaps_lose_no_digit():
 
 @pytest.mark.usefixtures("loose_promotion")
 def test_some_parameters_in_low_precision_and_no_decay():
-    """Of leaves that are masked the parameters themselves, of bfloat16 float32's."""
+    """Masked leaves stay the parameters; bfloat16 leaves are averaged in float32."""
     full = lambda x, *dtype: jnp.full((ROWS, D), x, *dtype)
     params = {"a": full(1.0, jnp.bfloat16), "b": full(1.0), "none": None}
     tx = optax.masked(optim.ema(0.0), {"a": True, "b": False, "none": False})

@@ -53,7 +53,7 @@ def test_refused_by_name_at_init(name):
         lazy(tx).init({"table": params, "bias": jnp.zeros(130)})
 
 
-# Of these the oracle and `lazy` differ, as is intended: True if `lazy` refuses.
+# Here the oracle and `lazy` differ, as intended: True if `lazy` refuses.
 INTENDED = {
     # A dense run clips by the norm of all rows, a lifted one by the read rows' norm.
     "adamw_clip": False,
@@ -61,7 +61,7 @@ INTENDED = {
     # The oracle compares leaves; lazy needs a state whose structure stays.
     "optax.monitor": True,
 }
-# What is in SEPARABLE is trained against optax in test_lazy.py.
+# test_lazy.py trains the entries of SEPARABLE against optax.
 ALL = {**CLIPPED_LAST, **{name: make for name, (make, _) in REFUSED.items()}}
 ALL |= {
     f"{prefix}.{name}": entry.make
@@ -236,7 +236,7 @@ def test_a_norm_must_not_count_empty_slots():
     "norm", [optax.contrib.normalize, optax.normalize_by_update_norm]
 )
 def test_a_norm_over_all_leaves_hides_nothing(norm):
-    """Of a single leaf, it divides by whatever that leaf was multiplied by."""
+    """For a single leaf, it divides by whatever that leaf was multiplied by."""
     tx = optax.chain(optax.scale_by_trust_ratio(), norm())
     params = {"t": jnp.ones((50, 6)), "w": jnp.ones((6, 2))}
     assert not is_row_separable(tx) and not is_row_separable(tx, params)

@@ -208,7 +208,7 @@ def test_table_wise():
 
 
 def test_bytes_of_a_step(mesh="2 replicas of 4"):
-    """Of the compiled program: the bytes of rows are halved, the bytes of ids stay."""
+    """In the compiled program the bytes of rows are halved, the bytes of ids stay."""
 
     def sent(wire_dtype):
         spec = jax.ShapeDtypeStruct((100_003, 32), jnp.float32)

@@ -122,7 +122,7 @@ def test_bytes_are_caffe2s(bits, scale_dtype):
     )
     assert_same_bits(again.to_fused(), want)
     assert again.shape == x.shape and again.nbytes == want.size
-    # Of rows with a single byte of codes.
+    # Rows with a single byte of codes.
     size = 1 + 2 * np.dtype(scale_dtype).itemsize
     one = sj.QuantizedTable.from_fused(want[:, -size:], bits, scale_dtype=scale_dtype)
     assert one.shape == (len(x), 8 // bits)
@@ -597,7 +597,7 @@ def test_a_table_of_integers_has_no_gradient():
 
 
 def gradients(params, ids, target):
-    """Of the pulled rows; the loss is their distance from a target."""
+    """Trains pulled rows; the loss is their distance from a target."""
 
     def loss(params):
         rows = sj.lookup(params["t"], ids, mode="zero")

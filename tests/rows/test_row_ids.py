@@ -357,7 +357,7 @@ def test_passed(name):
             assert fuzz_trees.check((tree, (name,), "none"), how) != "refused"
 
 
-# What was silently wrong: a tree, functions, arithmetic.
+# Cases that were silently wrong: a tree, functions, arithmetic.
 WERE_WRONG = [
     ("gradient", ("flip_last",), "none"),
     ("gradient", ("roll_last",), "none"),

@@ -113,7 +113,7 @@ def test_assign_differentiates(x64):
     rows = jnp.array([4, 0, V, 2])
     f = lambda t, v: sj.scatter_assign(t, rows, v) ** 2
     check_grads(jax.jit(f), (table, values), order=2)
-    # Of duplicates the one that won has the gradient.
+    # The duplicate that won has the gradient.
     rows = jnp.array([4, 4, 0, -1])
 
     @jax.jit
@@ -430,7 +430,7 @@ def test_caffe2_scatter_assign(name, x64):
     table, rows, values, want = CAFFE2[name]
     got = np.asarray(jax.jit(sj.scatter_assign)(table, rows, values))
     for i, (row, may_be) in enumerate(zip(got, assigned(table, rows, values))):
-        # Of duplicates the last wins there; here it is not said which.
+        # The last duplicate wins there; here any of them may.
         assert np.array_equal(may_be[-1], want[i])
         assert any(np.array_equal(row, x) for x in may_be)
 

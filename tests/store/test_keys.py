@@ -95,7 +95,7 @@ def test_is_the_index_model(policy, most, admit_after):
 
 
 def test_more_keys_in_a_call_than_are_kept():
-    """Of 3,000 keys that wait, two generations of 1,024 are still known."""
+    """Two generations of 1,024 keys are still known when 3,000 have waited."""
     store = store_of(8, admit_after=2)
     insert(store, np.arange(3000), 0)
     rows, _ = insert(store, [0, 1023, 1024, 2047, 2048, 2999], 1)

@@ -169,7 +169,7 @@ def test_a_function_that_decides_by_path_is_refused():
 
 
 def test_a_tree_of_several_parameters_is_refused():
-    """Of labels, masks or capacities: a store's transformation sees its table alone."""
+    """Trees of labels, masks or capacities: a store's tx sees its table alone."""
     adam, trees = sj.optim.lazy(optax.adam(0.1)), ["w", "other"]
     decay = optax.add_decayed_weights(0.1)
     for tx in (

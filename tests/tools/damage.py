@@ -523,7 +523,7 @@ def _manager(folder):
 
 
 def _trainer(folder):
-    """What the page on checkpoints saves of a Trainer, and a step after it."""
+    """Restores a Trainer as the page on checkpoints saves it, and takes a step."""
     block = sj.nn.SparseEmbedding(V, D, name="t")
     loss = lambda rows, _: jnp.sum((rows - 1) ** 2)
     params = {"w": jnp.arange(3.0)}
@@ -614,7 +614,7 @@ class Bench:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                # Of orbax and its threads, when a file of theirs is missing.
+                # orbax and its threads print these, when a file of theirs is missing.
                 warnings.simplefilter("ignore", ResourceWarning)
                 found = self.run(name, files)
                 if value is not None:

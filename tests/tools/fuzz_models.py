@@ -469,7 +469,7 @@ def while_loop(f, t, ids):
 
 @wrapper
 def while_loop_of_constants(f, t, ids):
-    """Of rows that are not differentiated."""
+    """The rows in the loop are not differentiated."""
     kept = lax.stop_gradient(f(t, ids))
     step = lambda c: (c[0] + 1, 0.5 * c[1] + lax.stop_gradient(f(t, ids)))
     return f(t, ids) * lax.while_loop(lambda c: c[0] < 2, step, (0, kept))[1]

@@ -98,7 +98,7 @@ _AT = np.array([2, 0, 1])
 _ints = lambda x: jnp.zeros(x.shape, jnp.int32)
 _floats = lambda x: jnp.zeros(x.shape)
 
-# Of a leaf, and of the leaf of the other tree.
+# Functions of a leaf, and of the leaf of the other tree.
 MOVES = {
     # casts
     "astype_int": lambda x, y: x.astype(jnp.int32),

@@ -8,8 +8,8 @@ Not run by the tests. To run it again, in an environment of its own (CPU only)::
     python tests/tools/golden_torch.py
 
 It writes tests/golden/torch.json and torch.npz. The name of a case is the first cell of
-a row of docs/torch.md; its record is that expression's value and, for a random
-cotangent, its gradients.
+a row of docs/torch.md or torch_rows.md; its record is the value of that expression, or
+of the code beside it, and its gradients for a random cotangent.
 """
 
 # The checked environments do not have its packages.
@@ -20,6 +20,7 @@ cotangent, its gradients.
 import json
 import pathlib
 import platform
+import re
 import tempfile
 
 import fbgemm_gpu
@@ -35,17 +36,99 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
-from torchrec import EmbeddingBagConfig, EmbeddingConfig, JaggedTensor
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec import EmbeddingBagConfig, EmbeddingConfig
+from torchrec.sparse import jagged_tensor
 
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+V, STEPS = 9, 5
 rng = np.random.default_rng(0)
 cases, arrays = [], {}
 
 
 def normal(*shape):
     return rng.standard_normal(shape).astype(np.float32)
+
+
+# ------------------------------------------------------------------ names of the code
+
+
+def coo(indices, values):
+    return torch.sparse_coo_tensor(indices, values, (V, 3))
+
+
+def split(values, lengths):
+    return list(torch.split(values, lengths.tolist()))
+
+
+def jagged(values, lengths):
+    return torch.nested.nested_tensor_from_jagged(
+        values, F.pad(lengths.cumsum(0), (1, 0))
+    )
+
+
+KEYS = ["clicked", "bought"]
+POOLING, KT = torchrec.PoolingType, jagged_tensor.KeyedTensor
+
+
+def kjt(values, lengths, weights=None):
+    return jagged_tensor.KeyedJaggedTensor.from_lengths_sync(
+        KEYS, values, lengths, weights
+    )
+
+
+# Names that a code may use beside its inputs, made of these.
+DERIVED = {
+    "grad": lambda x: coo(x["indices"], x["values"]),
+    "other": lambda x: coo(x["indices"], x["values"]).coalesce(),
+    "nested": lambda x: jagged(x["values"], x["lengths"]),
+    "keyed": lambda x: kjt(x["values"], x["lengths"]),
+}
+
+
+def renormalized(weight, input, max_norm):
+    out = F.embedding(input, weight, max_norm=max_norm, sparse=True)
+    return out, weight.detach().clone()
+
+
+def clipped(weight, input, clip):
+    weight.requires_grad_()
+    F.embedding(input, weight, sparse=True).sum().backward()
+    clip([weight], 1.0)
+
+
+def there_and_back(padded, lengths):
+    packed = nn.utils.rnn.pack_padded_sequence(
+        padded, lengths, batch_first=True, enforce_sorted=False
+    )
+    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
+
+
+def collection(module, key, weight, *batch):
+    """The values of both features; the gradient is the parameter's."""
+    return torch.func.functional_call(module, {key: weight}, (kjt(*batch),))
+
+
+def config(kind, **more):
+    sizes = {"num_embeddings": V, "embedding_dim": 3}
+    return [kind(name="item", **sizes, feature_names=KEYS, **more)]
+
+
+def bags(pooling, weight, *batch):
+    module = torchrec.EmbeddingBagCollection(
+        config(EmbeddingBagConfig, pooling=pooling), is_weighted=len(batch) > 2
+    )
+    found = collection(module, "embedding_bags.item.weight", weight, *batch).to_dict()
+    return tuple(found[key] for key in KEYS)
+
+
+def sequences(weight, *batch):
+    module = torchrec.EmbeddingCollection(config(EmbeddingConfig))
+    found = collection(module, "embeddings.item.weight", weight, *batch)
+    return tuple(found[key].values() for key in KEYS)
+
+
+# ------------------------------------------------------------------ recording
 
 
 def keep(case, field, values):
@@ -57,21 +140,35 @@ def keep(case, field, values):
         case[field][name] = f"{len(cases)}/{field}/{name}"
 
 
-def as_tensors(inputs):
-    return {name: torch.tensor(np.asarray(x)) for name, x in inputs.items()}
+def refusal(error):
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
-def record(name, f, inputs, grads=(), **args):
-    """`f(**inputs, **args)`, a tensor or a tuple, and gradients of `grads`."""
+def record(inputs, grads, *rows, **args):
+    """Records cases with these inputs, gradients and arguments.
+
+    A row is a name that is code, `(name, code)`, or `(name, code, inputs or
+    arguments)`: arrays are inputs.
+    """
+    for row in rows:
+        name, code, more = (row, row, {}) if isinstance(row, str) else (*row, {})[:3]
+        own = {k: x for k, x in more.items() if isinstance(x, np.ndarray)}
+        others = {k: x for k, x in more.items() if k not in own}
+        record_one(name, code, {**inputs, **own}, grads.split(), {**args, **others})
+
+
+def record_one(name, code, inputs, grads, args):
     case = {"name": name, "args": args}
     keep(case, "inputs", inputs)
-    given = as_tensors(inputs)
+    given = {name: torch.tensor(np.asarray(x)) for name, x in inputs.items()}
     for key in grads:
         given[key].requires_grad_()
     try:
-        outputs = f(**given, **args)
+        words = re.findall(r"\w+", code)
+        made = {k: f(given) for k, f in DERIVED.items() if k in words}
+        outputs = eval(code, {**globals(), **made, **given, **args})
     except Exception as error:
-        case["raises"] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
+        case["raises"] = refusal(error)
         cases.append(case)
         return
     if not isinstance(outputs, tuple):
@@ -95,593 +192,403 @@ def record(name, f, inputs, grads=(), **args):
     cases.append(case)
 
 
-# ------------------------------------------------------------------ 1 lookups
-
-weight, input = normal(9, 3), np.array([[4, 1, 4], [0, 8, 4]])
-lookup = lambda **more: (
-    lambda weight, input, **args: F.embedding(input, weight, **args, **more)
-)
-table = {"weight": weight, "input": input}
-zero_row = {"weight": np.where(np.arange(9)[:, None] == 4, 0, weight), "input": input}
-record("nn.Embedding(sparse=True)", lookup(sparse=True), table, ["weight"])
-record("nn.Embedding(sparse=False)", lookup(), table, ["weight"])
-record(
-    "nn.Embedding(padding_idx)",
-    lookup(sparse=True),
-    zero_row,
-    ["weight"],
-    padding_idx=4,
-)
-record(
-    "F.embedding(padding_idx), of a row that is not zero",
-    lookup(sparse=True),
-    table,
-    ["weight"],
-    padding_idx=4,
-)
-record(
-    "nn.Embedding(scale_grad_by_freq)",
-    lookup(scale_grad_by_freq=True),
-    table,
-    ["weight"],
-)
-
-
-def renormalized(weight, input, max_norm):
-    out = F.embedding(input, weight, max_norm=max_norm, sparse=True)
-    return out, weight.detach().clone()
-
-
-record("nn.Embedding(max_norm)", renormalized, table, ["weight"], max_norm=1.0)
-record(
-    "nn.Embedding.from_pretrained(freeze=True)",
-    lambda weight, input: nn.Embedding.from_pretrained(weight)(input),
-    table,
-)
-record("weight[input]", lambda weight, input: weight[input], table, ["weight"])
-record(
-    "torch.index_select(weight, 0, index)",
-    lambda weight, index: weight.index_select(0, index),
-    {"weight": weight, "index": input[1]},
-    ["weight"],
-)
-record(
-    "F.one_hot(input, V) @ weight",
-    lambda weight, input: F.one_hot(input, 9).float() @ weight,
-    table,
-    ["weight"],
-)
-record("bad id", lookup(), {"weight": weight, "input": np.array([9])})
-record("negative id", lookup(), {"weight": weight, "input": np.array([-1])})
-record(
-    "scale_grad_by_freq of a sparse gradient",
-    lambda weight, input: (
-        F.embedding(input, weight, sparse=True, scale_grad_by_freq=True)
-        .sum()
-        .backward()
-    ),
-    table,
-    ["weight"],
-)
-
-# ------------------------------------------------------------------ 2 bags
-
-flat, offsets = np.array([4, 1, 0, 8, 2, 4, 5]), np.array([0, 3, 3, 5])
-more_offsets = np.append(offsets, 7)
-scores = normal(7)
-for mode in ("sum", "mean", "max"):
-    sparse = {"sparse": mode != "max"}
-    bag = lambda weight, input, offsets=None, more=sparse, **args: F.embedding_bag(
-        input, weight, offsets, **args, **more
-    )
-    unlike = {"weight": weight, "input": np.array([[4, 1, 3], [0, 8, 4]])}
-    record("nn.EmbeddingBag, 2-D input", bag, unlike, ["weight"], mode=mode)
-    given = {"weight": weight, "input": flat, "offsets": offsets}
-    record("nn.EmbeddingBag(offsets)", bag, given, ["weight"], mode=mode)
-    record(
-        "nn.EmbeddingBag(offsets, padding_idx)",
-        bag,
-        given,
-        ["weight"],
-        mode=mode,
-        padding_idx=4,
-    )
-    record(
-        "nn.EmbeddingBag(include_last_offset)",
-        lambda more=sparse, **a: F.embedding_bag(
-            a.pop("input"), a.pop("weight"), include_last_offset=True, **a, **more
-        ),
-        {**given, "offsets": more_offsets},
-        ["weight"],
-        mode=mode,
-    )
-    record(
-        "nn.EmbeddingBag(padding_idx), 2-D input",
-        bag,
-        unlike,
-        ["weight"],
-        mode=mode,
-        padding_idx=4,
-    )
-weighted = lambda weight, input, per_sample_weights, offsets=None, **args: (
-    F.embedding_bag(
-        input,
-        weight,
-        offsets,
-        per_sample_weights=per_sample_weights,
-        mode="sum",
-        **args,
-    )
-)
-given = {"weight": weight, "input": flat, "offsets": offsets}
-both = ["weight", "per_sample_weights"]
-record(
-    "nn.EmbeddingBag(offsets, per_sample_weights)",
-    weighted,
-    {**given, "per_sample_weights": scores},
-    both,
-)
-record(
-    "nn.EmbeddingBag(per_sample_weights), 2-D input",
-    weighted,
-    {**table, "per_sample_weights": scores[:6].reshape(2, 3)},
-    both,
-)
-record(
-    "per_sample_weights of a mean",
-    lambda weight, input, scores: F.embedding_bag(
-        input, weight, per_sample_weights=scores, mode="mean"
-    ),
-    {**table, "scores": scores[:6].reshape(2, 3)},
-)
-tied = {
-    "weight": np.where(np.arange(9)[:, None] == 4, weight[1], weight),
-    "input": np.array([[4, 1]]),
-}
-record(
-    "ties of a maximum",
-    lambda weight, input: F.embedding_bag(input, weight, mode="max"),
-    tied,
-    ["weight"],
-)
-record(
-    "a sparse gradient of a maximum",
-    lambda weight, input: F.embedding_bag(input, weight, mode="max", sparse=True),
-    tied,
-)
-
-# ------------------------------------------------------------------ 3 gradients
-
-indices, values = np.array([[7, 2, 7, 0]]), normal(4, 3)
-made = {"indices": indices, "values": values}
-coo = lambda indices, values: torch.sparse_coo_tensor(indices, values, (9, 3))
-grad_of = lambda f: lambda indices, values, **more: f(coo(indices, values), **more)
-
-
-def record_grad(name, f, **more):
-    record(name, grad_of(f), {**made, **more})
-
-
-record_grad("torch.sparse_coo_tensor(indices, values, size)", lambda grad: grad)
-record_grad("grad._indices()[0]", lambda grad: grad._indices()[0])
-record_grad("grad._values()", lambda grad: grad._values())
-record_grad("grad.coalesce()", lambda grad: grad.coalesce())
-record_grad("grad.coalesce().indices()[0]", lambda grad: grad.coalesce().indices()[0])
-record_grad("grad.to_dense()", lambda grad: grad.to_dense())
-record_grad(
-    "grad.index_select(0, index)",
-    lambda grad, index: grad.index_select(0, index),
-    index=np.array([2, 5, 7]),
-)
-record_grad("grad + other", lambda grad: grad + grad.coalesce())
-record_grad(
-    "weight.add(grad, alpha)",
-    lambda grad, weight: weight.add(grad, alpha=-0.5),
-    weight=weight,
-)
-record_grad("grad * scalar", lambda grad: grad * 3)
-record_grad("grad * dense", lambda grad, dense: grad * dense, dense=weight)
-record_grad("grad.norm()", lambda grad: grad.norm())
-record_grad("torch.sparse.sum(grad, 0)", lambda grad: torch.sparse.sum(grad, 0))
-record_grad("torch.sparse.sum(grad, 1)", lambda grad: torch.sparse.sum(grad, 1))
-record_grad(
-    "dense.sparse_mask(grad)",
-    lambda grad, dense: dense.sparse_mask(grad.coalesce()),
-    dense=weight,
-)
-record(
-    "dense.to_sparse(1)",
-    lambda dense: dense.to_sparse(1),
-    {"dense": zero_row["weight"]},
-)
-csr = {
-    "crow": np.array([0, 2, 2, 4]),
-    "col": np.array([3, 8, 0, 3]),
-    "values": normal(4),
-    "dense": weight,
-}
-
-
-def sparse_mm(crow, col, values, dense):
-    return torch.sparse_csr_tensor(crow, col, values, (3, 9)) @ dense
-
-
-record("torch.sparse_csr_tensor(crow, col, values) @ dense", sparse_mm, csr, ["dense"])
-
-
-def _clipped(weight, input, clip):
-    weight.requires_grad_()
-    F.embedding(input, weight, sparse=True).sum().backward()
-    clip([weight], 1.0)
-
-
-for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
-    record(
-        f"{clip.__name__} of a sparse gradient",
-        lambda weight, input, clip=clip: _clipped(weight, input, clip),
-        table,
-    )
-
-# ------------------------------------------------------------------ 4 optimizers
-
-STEPS = 5
-
-
-def record_training(name, make, sparse=True, clip=None, decay=None, **args):
-    """Weights after each of five steps; row 8 is read at the first one only."""
-    start = normal(9, 3)
+def problem(width):
+    """A table, ids and targets; row 8 is read at the first step only."""
+    start = normal(V, width)
     ids = rng.integers(0, 6, (STEPS, 4))
     ids[0] = [7, 2, 7, 8]
-    targets = normal(STEPS, 4, 3)
-    case = {"name": name, "args": args}
-    w = torch.tensor(start, requires_grad=True)
-    after = []
+    return {"weight": start, "ids": ids, "targets": normal(STEPS, 4, width)}
+
+
+def record_steps(name, args, given, step_of):
+    """Weights after each of five steps; `step_of(start)` makes `(weight, step)`."""
+    case, after = {"name": name, "args": args}, []
     try:
-        optimizer = make([w], **args)
+        w, step = step_of(torch.tensor(given["weight"]))
+        for ids, target in zip(*(torch.tensor(given[k]) for k in ("ids", "targets"))):
+            step(ids, target)
+            after.append(w.detach().clone())
+        keep(case, "outputs", {"weights": torch.stack(after)})
+    except Exception as error:
+        case["raises"] = refusal(error)
+    keep(case, "inputs", given)
+    cases.append(case)
+
+
+def record_training(name, make, sparse=True, decay=None, **args):
+    clip = args.get("max_norm")
+    hyper = {k: x for k, x in args.items() if k != "max_norm"}
+
+    def step_of(start):
+        w = start.requires_grad_()
+        optimizer = make([w], **hyper)
         schedule = decay and decay(optimizer)
-        for i, target in zip(torch.tensor(ids), torch.tensor(targets)):
+
+        def step(ids, target):
             optimizer.zero_grad()
-            (F.embedding(i, w, sparse=sparse) * target).sum().backward()
+            (F.embedding(ids, w, sparse=sparse) * target).sum().backward()
             if clip:
                 nn.utils.clip_grad_norm_([w], clip)
             optimizer.step()
             if schedule:
                 schedule.step()
-            after.append(w.detach().clone())
-        keep(case, "outputs", {"weights": torch.stack(after)})
-    except Exception as error:
-        case["raises"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if clip:
-        case["args"]["max_norm"] = clip
-    keep(case, "inputs", {"weight": start, "ids": ids, "targets": targets})
-    cases.append(case)
+
+        return w, step
+
+    record_steps(name, args, problem(3), step_of)
 
 
-sgd, adagrad = torch.optim.SGD, torch.optim.Adagrad
-record_training("optim.SGD", sgd, lr=0.1)
-record_training("optim.SGD(momentum)", sgd, lr=0.1, momentum=0.9)
-record_training(
-    "optim.SGD(momentum, nesterov)", sgd, lr=0.1, momentum=0.9, nesterov=True
+FUSED = [(V, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
+
+
+def record_fused(optimizer, **args):
+    hyper = {"learning_rate" if k == "lr" else k: v for k, v in args.items()}
+
+    def step_of(start):
+        module = SplitTableBatchedEmbeddingBagsCodegen(
+            FUSED, optimizer=optimizer, **hyper
+        )
+        w = module.split_embedding_weights()[0]
+        w.copy_(start)
+        # Four bags of one id: the backward pass is the step.
+        step = lambda ids, target: (
+            (module(ids, torch.arange(5)) * target).sum().backward()
+        )
+        return w, step
+
+    record_steps(f"EmbOptimType.{optimizer.name}", args, problem(4), step_of)
+
+
+# ------------------------------------------------------------------ 1 lookups
+
+weight, input = normal(V, 3), np.array([[4, 1, 4], [0, 8, 4]])
+table = {"weight": weight, "input": input}
+without_4 = {"weight": np.where(np.arange(V)[:, None] == 4, 0, weight)}
+padded_lookup = "F.embedding(input, weight, padding_idx=padding_idx, sparse=True)"
+record(
+    table,
+    "weight",
+    ("nn.Embedding(sparse=True)", "F.embedding(input, weight, sparse=True)"),
+    ("nn.Embedding(sparse=False)", "F.embedding(input, weight)"),
+    ("nn.Embedding(padding_idx)", padded_lookup, {**without_4, "padding_idx": 4}),
+    (
+        "F.embedding(padding_idx), of a row that is not zero",
+        padded_lookup,
+        {"padding_idx": 4},
+    ),
+    (
+        "nn.Embedding(scale_grad_by_freq)",
+        "F.embedding(input, weight, scale_grad_by_freq=True)",
+    ),
+    (
+        "nn.Embedding(max_norm)",
+        "renormalized(weight, input, max_norm)",
+        {"max_norm": 1.0},
+    ),
 )
-record_training("optim.SGD(weight_decay), sparse", sgd, lr=0.1, weight_decay=0.1)
-record_training("optim.Adagrad", adagrad, lr=0.1, lr_decay=0.0, eps=1e-10)
-record_training("optim.Adagrad", adagrad, lr=0.1, lr_decay=0.5, eps=1e-10)
-record_training(
-    "optim.Adagrad(weight_decay), sparse", adagrad, lr=0.1, weight_decay=0.1
+record(
+    table,
+    "",
+    (
+        "nn.Embedding.from_pretrained(freeze=True)",
+        "nn.Embedding.from_pretrained(weight)(input)",
+    ),
 )
-record_training(
-    "optim.SparseAdam", torch.optim.SparseAdam, lr=0.1, betas=[0.9, 0.99], eps=1e-3
+record(table, "weight", "weight[input]")
+record(
+    {"weight": weight, "index": input[1]},
+    "weight",
+    "torch.index_select(weight, 0, index)",
 )
-record_training("optim.Adam, sparse", torch.optim.Adam, lr=0.1)
-record_training("optim.RMSprop, sparse", torch.optim.RMSprop, lr=0.1)
-dense = {"sparse": False}
-record_training("optim.Adam, dense", torch.optim.Adam, **dense, lr=0.1)
-record_training(
-    "optim.AdamW, dense", torch.optim.AdamW, **dense, lr=0.1, weight_decay=0.1
+record(
+    table,
+    "weight",
+    ("F.one_hot(input, V) @ weight", "F.one_hot(input, V).float() @ weight"),
 )
-record_training(
-    "optim.RMSprop, dense", torch.optim.RMSprop, **dense, lr=0.1, alpha=0.9, eps=1e-4
+record(
+    {"weight": weight},
+    "",
+    ("bad id", "F.embedding(input, weight)", {"input": np.array([V])}),
+    ("negative id", "F.embedding(input, weight)", {"input": np.array([-1])}),
 )
-record_training("nn.utils.clip_grad_norm_", sgd, **dense, clip=0.5, lr=0.1)
-record_training(
-    "lr_scheduler.ExponentialLR",
-    sgd,
-    decay=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
-    lr=0.1,
+record(
+    table,
+    "weight",
+    (
+        "scale_grad_by_freq of a sparse gradient",
+        "F.embedding(input, weight, sparse=True, scale_grad_by_freq=True)"
+        ".sum().backward()",
+    ),
 )
+
+# ------------------------------------------------------------------ 2 bags
+
+flat = {"input": np.array([4, 1, 0, 8, 2, 4, 5]), "offsets": np.array([0, 3, 3, 5])}
+flat = {"weight": weight, **flat}
+unlike = {"weight": weight, "input": np.array([[4, 1, 3], [0, 8, 4]])}
+scores = normal(7)
+for mode in ("sum", "mean", "max"):
+    how = f"mode=mode, sparse={mode != 'max'}"
+    padded = f"{how}, padding_idx=padding_idx"
+    bag = lambda more: f"F.embedding_bag(input, weight, {more})"
+    skipped = {"padding_idx": 4}
+    record(unlike, "weight", ("nn.EmbeddingBag, 2-D input", bag(how)), mode=mode)
+    record(
+        flat,
+        "weight",
+        ("nn.EmbeddingBag(offsets)", bag(f"offsets, {how}")),
+        ("nn.EmbeddingBag(offsets, padding_idx)", bag(f"offsets, {padded}"), skipped),
+        (
+            "nn.EmbeddingBag(include_last_offset)",
+            bag(f"offsets, {how}, include_last_offset=True"),
+            {"offsets": np.append(flat["offsets"], 7)},
+        ),
+        mode=mode,
+    )
+    record(
+        unlike,
+        "weight",
+        ("nn.EmbeddingBag(padding_idx), 2-D input", bag(padded), skipped),
+        mode=mode,
+    )
+weighted = "per_sample_weights=per_sample_weights, mode='sum'"
+record(
+    flat,
+    "weight per_sample_weights",
+    (
+        "nn.EmbeddingBag(offsets, per_sample_weights)",
+        bag(f"offsets, {weighted}"),
+        {"per_sample_weights": scores},
+    ),
+)
+matrix = scores[:6].reshape(2, 3)
+record(
+    table,
+    "weight per_sample_weights",
+    (
+        "nn.EmbeddingBag(per_sample_weights), 2-D input",
+        bag(weighted),
+        {"per_sample_weights": matrix},
+    ),
+)
+record(
+    table,
+    "",
+    (
+        "per_sample_weights of a mean",
+        bag("per_sample_weights=scores, mode='mean'"),
+        {"scores": matrix},
+    ),
+)
+tied = {"weight": np.where(np.arange(V)[:, None] == 4, weight[1], weight)}
+tied |= {"input": np.array([[4, 1]])}
+record(tied, "weight", ("ties of a maximum", bag("mode='max'")))
+record(tied, "", ("a sparse gradient of a maximum", bag("mode='max', sparse=True")))
+
+# ------------------------------------------------------------------ 3 gradients
+
+record(
+    {"indices": np.array([[7, 2, 7, 0]]), "values": normal(4, 3)},
+    "",
+    ("torch.sparse_coo_tensor(indices, values, size)", "grad"),
+    "grad._indices()[0]",
+    "grad._values()",
+    "grad.coalesce()",
+    "grad.coalesce().indices()[0]",
+    "grad.to_dense()",
+    (*["grad.index_select(0, index)"] * 2, {"index": np.array([2, 5, 7])}),
+    "grad + other",
+    ("weight.add(grad, alpha)", "weight.add(grad, alpha=-0.5)", {"weight": weight}),
+    ("grad * scalar", "grad * 3"),
+    (*["grad * dense"] * 2, {"dense": weight}),
+    "grad.norm()",
+    "torch.sparse.sum(grad, 0)",
+    "torch.sparse.sum(grad, 1)",
+    (
+        "dense.sparse_mask(grad)",
+        "dense.sparse_mask(grad.coalesce())",
+        {"dense": weight},
+    ),
+)
+record({"dense": without_4["weight"]}, "", "dense.to_sparse(1)")
+csr = {"crow": np.array([0, 2, 2, 4]), "col": np.array([3, 8, 0, 3])}
+record(
+    {**csr, "values": normal(4), "dense": weight},
+    "dense",
+    (
+        "torch.sparse_csr_tensor(crow, col, values) @ dense",
+        "torch.sparse_csr_tensor(crow, col, values, (3, V)) @ dense",
+    ),
+)
+for name in ("clip_grad_norm_", "clip_grad_value_"):
+    code = f"clipped(weight, input, nn.utils.{name})"
+    record(table, "", (f"{name} of a sparse gradient", code))
+
+# ------------------------------------------------------------------ 4 optimizers
+
+optim = torch.optim
+halves = lambda optimizer: optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+nesterov = {"momentum": 0.9, "nesterov": True}
+for name, make, hyper in (
+    ("optim.SGD", optim.SGD, {}),
+    ("optim.SGD(momentum)", optim.SGD, {"momentum": 0.9}),
+    ("optim.SGD(momentum, nesterov)", optim.SGD, nesterov),
+    ("optim.SGD(weight_decay), sparse", optim.SGD, {"weight_decay": 0.1}),
+    ("optim.Adagrad", optim.Adagrad, {"lr_decay": 0.0, "eps": 1e-10}),
+    ("optim.Adagrad", optim.Adagrad, {"lr_decay": 0.5, "eps": 1e-10}),
+    ("optim.Adagrad(weight_decay), sparse", optim.Adagrad, {"weight_decay": 0.1}),
+    ("optim.SparseAdam", optim.SparseAdam, {"betas": [0.9, 0.99], "eps": 1e-3}),
+    ("optim.Adam, sparse", optim.Adam, {}),
+    ("optim.RMSprop, sparse", optim.RMSprop, {}),
+    ("optim.Adam, dense", optim.Adam, {}),
+    ("optim.AdamW, dense", optim.AdamW, {"weight_decay": 0.1}),
+    ("optim.RMSprop, dense", optim.RMSprop, {"alpha": 0.9, "eps": 1e-4}),
+):
+    record_training(name, make, not name.endswith("dense"), lr=0.1, **hyper)
+record_training("nn.utils.clip_grad_norm_", optim.SGD, False, lr=0.1, max_norm=0.5)
+record_training("lr_scheduler.ExponentialLR", optim.SGD, decay=halves, lr=0.1)
 
 # ------------------------------------------------------------------ 5 scatter, segments
 
 x, index, source = normal(5, 3), np.array([3, 0, 3, 4]), normal(4, 3)
 into = {"x": x, "index": index, "source": source}
+squares = np.array([[3, 0, 4], [0, 0, 1], [3, 1, 1], [4, 2, 0]])
 record(
+    into,
+    "x source",
     "x.index_add(0, index, source)",
-    lambda x, index, source: x.index_add(0, index, source),
-    into,
-    ["x", "source"],
-)
-record(
     "x.index_put((index,), source, accumulate=True)",
-    lambda x, index, source: x.index_put((index,), source, accumulate=True),
-    into,
-    ["x", "source"],
+    (*["x.index_copy(0, index, source)"] * 2, {"index": np.array([3, 0, 1, 4])}),
 )
-record(
-    "x.index_copy(0, index, source)",
-    lambda x, index, source: x.index_copy(0, index, source),
-    {**into, "index": np.array([3, 0, 1, 4])},
-    ["x", "source"],
+record({"x": x, "index": index}, "x", "x.index_fill(0, index, 2.0)")
+record(into, "x source", (*["x.scatter_add(0, index, source)"] * 2, {"index": squares}))
+spread = (
+    "torch.zeros(5, 3).scatter_reduce(0, index[:, None].expand(-1, 3), source, {!r}, "
+    "include_self=False)"
 )
+named = "zeros.scatter_reduce(0, rows, source, {!r}, include_self=False)"
 record(
-    "x.index_fill(0, index, 2.0)",
-    lambda x, index: x.index_fill(0, index, 2.0),
-    {"x": x, "index": index},
-    ["x"],
-)
-record(
-    "x.scatter_add(0, index, source)",
-    lambda x, index, source: x.scatter_add(0, index, source),
-    {**into, "index": np.array([[3, 0, 4], [0, 0, 1], [3, 1, 1], [4, 2, 0]])},
-    ["x", "source"],
-)
-rows = {"index": index, "source": source}
-for reduce in ("sum", "mean", "prod", "amax", "amin"):
-    record(
-        f"zeros.scatter_reduce(0, rows, source, {reduce!r}, include_self=False)",
-        lambda index, source, reduce=reduce: torch.zeros(5, 3).scatter_reduce(
-            0, index[:, None].expand(-1, 3), source, reduce, include_self=False
-        ),
-        rows,
-        ["source"],
-    )
-record(
-    "zeros.scatter_reduce(0, rows, source, 'amax', include_self=False)",
-    lambda index, source: torch.zeros(5, 3).scatter_reduce(
-        0, index[:, None].expand(-1, 3), source, "amax", include_self=False
+    {"index": index, "source": source},
+    "source",
+    *(
+        (named.format(x), spread.format(x))
+        for x in ("sum", "mean", "prod", "amax", "amin")
     ),
-    {"index": index, "source": np.round(np.abs(source)).clip(1, 1)},
-    ["source"],
+    (named.format("amax"), spread.format("amax"), {"source": np.ones_like(source)}),
 )
 data, lengths = normal(6, 2), np.array([2, 1, 3])
 for reduce in ("sum", "mean", "max", "min", "prod"):
-    record(
-        f"torch.segment_reduce(data, {reduce!r}, lengths=lengths)",
-        lambda data, lengths, reduce=reduce: torch.segment_reduce(
-            data, reduce, lengths=lengths
-        ),
-        {"data": data, "lengths": lengths},
-        ["data"],
-    )
-    record(
-        f"an empty segment, {reduce}",
-        lambda data, reduce=reduce: torch.segment_reduce(
-            data, reduce, lengths=torch.tensor([0, 6])
-        ),
-        {"data": data},
-    )
+    name = f"torch.segment_reduce(data, {reduce!r}, lengths=lengths)"
+    record({"data": data, "lengths": lengths}, "data", name)
+    code = name.replace("=lengths", "=torch.tensor([0, 6])")
+    record({"data": data}, "", (f"an empty segment, {reduce}", code))
 record(
-    "torch.segment_reduce(data, 'sum', offsets=offsets)",
-    lambda data, offsets: torch.segment_reduce(data, "sum", offsets=offsets),
     {"data": data, "offsets": np.array([0, 2, 3, 6])},
-    ["data"],
+    "data",
+    "torch.segment_reduce(data, 'sum', offsets=offsets)",
 )
 record(
-    "torch.bincount(input, minlength)",
-    lambda input: torch.bincount(input, minlength=6),
     {"input": index},
+    "",
+    ("torch.bincount(input, minlength)", "torch.bincount(input, minlength=6)"),
 )
-record(
-    "torch.unique(input, return_inverse=True)",
-    lambda input: torch.unique(input, return_inverse=True),
-    {"input": input},
-)
+record({"input": input}, "", "torch.unique(input, return_inverse=True)")
 
 # ------------------------------------------------------------------ 6 ragged data
 
 padded, lengths = normal(3, 4, 2), np.array([2, 4, 1])
-
-
-def there_and_back(padded, lengths):
-    packed = nn.utils.rnn.pack_padded_sequence(
-        padded, lengths, batch_first=True, enforce_sorted=False
-    )
-    return nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
-
-
 record(
-    "pad_packed_sequence(pack_padded_sequence(padded, lengths))",
-    there_and_back,
     {"padded": padded, "lengths": lengths},
-    ["padded"],
+    "padded",
+    (
+        "pad_packed_sequence(pack_padded_sequence(padded, lengths))",
+        "there_and_back(padded, lengths)",
+    ),
 )
-split = lambda values, lengths: list(torch.split(values, lengths.tolist()))
 ragged = {"values": normal(7, 2), "lengths": lengths}
 record(
-    "nn.utils.rnn.pad_sequence(sequences, padding_value=-1.0)",
-    lambda values, lengths: nn.utils.rnn.pad_sequence(
-        split(values, lengths), batch_first=True, padding_value=-1.0
-    ),
     ragged,
-    ["values"],
-)
-jagged = lambda values, lengths: torch.nested.nested_tensor_from_jagged(
-    values, F.pad(lengths.cumsum(0), (1, 0))
+    "values",
+    (
+        "nn.utils.rnn.pad_sequence(sequences, padding_value=-1.0)",
+        "nn.utils.rnn.pad_sequence(split(values, lengths), batch_first=True, "
+        "padding_value=-1.0)",
+    ),
 )
 record(
-    "nested.values()", lambda values, lengths: jagged(values, lengths).values(), ragged
-)
-record(
+    ragged,
+    "",
+    "nested.values()",
     "nested.offsets()",
-    lambda values, lengths: jagged(values, lengths).offsets(),
-    ragged,
-)
-record(
-    "torch.nested.to_padded_tensor(nested, 0.0)",
-    lambda values, lengths: torch.nested.to_padded_tensor(
-        torch.nested.nested_tensor(split(values, lengths), layout=torch.jagged), 0.0
+    (
+        "torch.nested.to_padded_tensor(nested, 0.0)",
+        "torch.nested.to_padded_tensor(torch.nested.nested_tensor("
+        "split(values, lengths), layout=torch.jagged), 0.0)",
     ),
-    ragged,
-)
-record(
     "nested.sum(dim=1)",
-    lambda values, lengths: jagged(values, lengths).sum(dim=1),
-    ragged,
-)
-record(
     "nested.mean(dim=1)",
-    lambda values, lengths: jagged(values, lengths).mean(dim=1),
-    ragged,
-)
-record(
-    "gradient of nested.sum(dim=1)",
-    lambda values, lengths: (
-        jagged(values.requires_grad_(), lengths).sum(dim=1).sum().backward()
+    (
+        "gradient of nested.sum(dim=1)",
+        "jagged(values.requires_grad_(), lengths).sum(dim=1).sum().backward()",
     ),
-    ragged,
 )
-record(
-    "torch.softmax(nested, dim=1).values()",
-    lambda values, lengths: torch.softmax(jagged(values, lengths), dim=1).values(),
-    ragged,
-    ["values"],
-)
+record(ragged, "values", "torch.softmax(nested, dim=1).values()")
 
 # ------------------------------------------------------------------ 7 TorchRec
 
-jt = lambda values, lengths: JaggedTensor(values, lengths=lengths)
+jt = "torchrec.JaggedTensor(values, lengths=lengths)"
+record(ragged, "", ("JaggedTensor(values, lengths).offsets()", f"{jt}.offsets()"))
 record(
-    "JaggedTensor(values, lengths).offsets()",
-    lambda values, lengths: jt(values, lengths).offsets(),
     ragged,
+    "values",
+    ("JaggedTensor.to_padded_dense(L, filler)", f"{jt}.to_padded_dense(3, -1.0)"),
 )
-record(
-    "JaggedTensor.to_padded_dense(L, filler)",
-    lambda values, lengths: jt(values, lengths).to_padded_dense(3, -1.0),
-    ragged,
-    ["values"],
-)
-KEYS = ["clicked", "bought"]
 batch = {
     "values": np.array([4, 1, 0, 8, 2, 4]),
     "lengths": np.array([2, 0, 1, 1, 1, 1]),
 }
-kjt = lambda values, lengths, weights=None: KeyedJaggedTensor.from_lengths_sync(
-    KEYS, values, lengths, weights
-)
 record(
-    "KeyedJaggedTensor['bought'].values()",
-    lambda **b: kjt(**b)["bought"].values(),
     batch,
+    "",
+    ("KeyedJaggedTensor['bought'].values()", "keyed['bought'].values()"),
+    ("KeyedJaggedTensor['bought'].lengths()", "keyed['bought'].lengths()"),
+    ("KeyedJaggedTensor.stride()", "torch.tensor(keyed.stride())"),
 )
-record(
-    "KeyedJaggedTensor['bought'].lengths()",
-    lambda **b: kjt(**b)["bought"].lengths(),
-    batch,
-)
-record("KeyedJaggedTensor.stride()", lambda **b: torch.tensor(kjt(**b).stride()), batch)
-
-
-def collection_of(pooling, weighted=False):
-    """A collection is a module; the gradient is its parameter's."""
-
-    def f(weight, **batch):
-        config = EmbeddingBagConfig(
-            name="item",
-            num_embeddings=9,
-            embedding_dim=3,
-            feature_names=KEYS,
-            pooling=pooling,
-        )
-        module = torchrec.EmbeddingBagCollection([config], is_weighted=weighted)
-        found = torch.func.functional_call(
-            module, {"embedding_bags.item.weight": weight}, (kjt(**batch),)
-        ).to_dict()
-        return found["clicked"], found["bought"]
-
-    return f
-
-
-pooling = torchrec.PoolingType
 items = {"weight": weight, **batch}
+for pooling in ("SUM", "MEAN"):
+    name = f"EmbeddingBagCollection(pooling={pooling})"
+    code = f"bags(POOLING.{pooling}, weight, values, lengths)"
+    record(items, "weight", (name, code))
 record(
-    "EmbeddingBagCollection(pooling=SUM)", collection_of(pooling.SUM), items, ["weight"]
-)
-record(
-    "EmbeddingBagCollection(pooling=MEAN)",
-    collection_of(pooling.MEAN),
-    items,
-    ["weight"],
-)
-record(
-    "EmbeddingBagCollection(is_weighted=True)",
-    collection_of(pooling.SUM, True),
     {**items, "weights": normal(6)},
-    ["weight"],
+    "weight",
+    (
+        "EmbeddingBagCollection(is_weighted=True)",
+        "bags(POOLING.SUM, weight, values, lengths, weights)",
+    ),
 )
-
-
-def sequences(weight, **batch):
-    config = EmbeddingConfig(
-        name="item", num_embeddings=9, embedding_dim=3, feature_names=KEYS
-    )
-    module = torchrec.EmbeddingCollection([config])
-    found = torch.func.functional_call(
-        module, {"embeddings.item.weight": weight}, (kjt(**batch),)
-    )
-    return found["clicked"].values(), found["bought"].values()
-
-
-record("EmbeddingCollection", sequences, items, ["weight"])
+record(items, "weight", ("EmbeddingCollection", "sequences(weight, values, lengths)"))
 record(
-    "KeyedTensor.regroup([kt], [['bought', 'clicked']])",
-    lambda clicked, bought: KeyedTensor.regroup(
-        [KeyedTensor.from_tensor_list(KEYS, [clicked, bought])], [["bought", "clicked"]]
-    )[0],
     {"clicked": normal(3, 2), "bought": normal(3, 4)},
-    ["clicked", "bought"],
+    "clicked bought",
+    (
+        "KeyedTensor.regroup([kt], [['bought', 'clicked']])",
+        "KT.regroup([KT.from_tensor_list(KEYS, [clicked, bought])], "
+        "[['bought', 'clicked']])[0]",
+    ),
 )
 
 # ------------------------------------------------------------------ 8 FBGEMM
 
-
-def record_fused(name, optimizer, **args):
-    start = normal(9, 4)
-    ids = rng.integers(0, 6, (STEPS, 4))
-    ids[0] = [7, 2, 7, 8]
-    targets = normal(STEPS, 4, 4)
-    case = {"name": name, "args": args}
-    spec = [(9, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-    hyper = {"learning_rate" if k == "lr" else k: v for k, v in args.items()}
-    module = SplitTableBatchedEmbeddingBagsCodegen(spec, optimizer=optimizer, **hyper)
-    w = module.split_embedding_weights()[0]
-    w.copy_(torch.tensor(start))
-    after = []
-    for i, target in zip(torch.tensor(ids), torch.tensor(targets)):
-        # Four bags of one id: the backward pass is the step.
-        (module(i, torch.arange(5)) * target).sum().backward()
-        after.append(w.detach().clone())
-    keep(case, "outputs", {"weights": torch.stack(after)})
-    keep(case, "inputs", {"weight": start, "ids": ids, "targets": targets})
-    cases.append(case)
-
-
-record_fused("EmbOptimType.EXACT_SGD", EmbOptimType.EXACT_SGD, lr=0.1)
-record_fused("EmbOptimType.EXACT_ADAGRAD", EmbOptimType.EXACT_ADAGRAD, lr=0.1, eps=1e-8)
-record_fused(
-    "EmbOptimType.EXACT_ROWWISE_ADAGRAD",
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    lr=0.1,
-    eps=1e-8,
-)
-spec = [(9, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)]
-for optimizer in ("ADAM", "PARTIAL_ROWWISE_ADAM", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"):
-    record(
-        f"EmbOptimType.{optimizer} on a CPU",
-        lambda optimizer=optimizer: SplitTableBatchedEmbeddingBagsCodegen(
-            spec, optimizer=EmbOptimType[optimizer]
-        ),
-        {},
+record_fused(EmbOptimType.EXACT_SGD, lr=0.1)
+record_fused(EmbOptimType.EXACT_ADAGRAD, lr=0.1, eps=1e-8)
+record_fused(EmbOptimType.EXACT_ROWWISE_ADAGRAD, lr=0.1, eps=1e-8)
+for name in ("ADAM", "PARTIAL_ROWWISE_ADAM", "PARTIAL_ROWWISE_LAMB", "LARS_SGD"):
+    code = (
+        "SplitTableBatchedEmbeddingBagsCodegen("
+        f"FUSED, optimizer=EmbOptimType[{name!r}])"
     )
+    record({}, "", (f"EmbOptimType.{name} on a CPU", code))
 
 # ------------------------------------------------------------------ 9 many devices
 

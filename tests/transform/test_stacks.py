@@ -262,7 +262,7 @@ def test_what_the_rows_are(x64):
     for (_, row_shape, rows), g, dense, want in zip(KINDS.values(), *run(table)):
         assert (g.row_shape, g.capacity) == (row_shape, rows)
         _close(dense, want)
-    # Of many short rows, parts are read as before.
+    # Parts of many short rows are read as before.
     many = sj.grad(lambda t: jnp.sum(t[3][IDS]))(jnp.swapaxes(table, 0, 1))
     assert (many.row_shape, many.capacity) == ((40,), 1)
 
