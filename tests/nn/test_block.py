@@ -100,6 +100,8 @@ def test_row_ids():
     for block, inputs in ((embedding(), RAGGED), (linear(), GARBAGE)):
         traced = jax.jit(block.row_ids)(inputs)
         assert_trees_close(np.int64(traced["t"]), np.int64(block.row_ids(inputs)["t"]))
+    shown = "SparseEmbedding(11, 3, padding_id=0, name='t')"
+    assert repr(embedding(padding_id=0)) == shown
 
 
 @pytest.mark.slow
@@ -230,8 +232,6 @@ def test_not_pulled():
     for call in (block, block.sparse_forward, jax.jit(block)):
         with pytest.raises(sj.NotPulledError, match="'words' is used.*Towers.row_ids"):
             call(pulled, params, INPUTS)
-    with pytest.raises(KeyError, match="none"):
-        embedding()({}, {}, jnp.array([1]))
     tables = PulledTables(pulled)
     assert "words" not in tables and tables.get("words") is None and len(tables) == 1
     assert "SelectedRows" in repr(tables)
@@ -240,14 +240,10 @@ def test_not_pulled():
 def test_a_table_where_an_array_is_needed():
     tables = {"item": table(), "words": table(4)}
     params = Towers().init(jax.random.key(0))
-    block = Towers(fault="array")
-    with pytest.raises(TypeError, match="dot requires") as e:
-        block(pull(block, INPUTS, tables), params, INPUTS)
-    assert "Towers: a SelectedRows from `tables` was used where" in str(e.value)
-    assert "lookup, embedding_bag, dot or a SparseBlock" in str(e.value)
+    pulled = pull(Towers(), INPUTS, tables)
     # Other reasons are raised as they are.
-    pulled = pull(block, INPUTS, tables)
     for fault, given, said in (
+        ("array", pulled, "Towers: a SelectedRows from `tables` was used where"),
         ("other", tables, "^something else$"),
         ("other", pulled, "^something else$"),
         ("values", pulled, "^dot_general requires"),
@@ -256,16 +252,52 @@ def test_a_table_where_an_array_is_needed():
             Towers(fault=fault)(given, params, INPUTS)
 
 
-def test_bad_arguments():
-    call: Any = SparseLinear
-    for make, word in (
-        (lambda: SparseEmbedding(0, 2), "num_embeddings"),
-        (lambda: call(2, 1.5), "in_features"),
-        (lambda: call(2, 3, name=7), "name"),
-        (lambda: linear().row_ids(np.ones((2, 4))), "CSR"),
-        (lambda: linear().row_ids(MATRIX[:, :2]), "columns"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=word):
-            make()
-    shown = "SparseEmbedding(11, 3, padding_id=0, name='t')"
-    assert repr(embedding(padding_id=0)) == shown
+def test_columns_out_of_range_are_read_by_the_mode():
+    # Row 0 is fine, row 1 has columns 4 and -1 beside 0, and the last element is empty.
+    values = {"index": jnp.array([3, 0, 4, -1, 77]), "value": jnp.arange(1.0, 6)}
+    bad = sj.SegmentTensor(values, jnp.array([0, 1, 1, 1, 3]), 3)
+    weights = jnp.array([[10.0], [20.0], [30.0], [40.0]])
+    rows = sj.SelectedRows(jnp.array([0, 3, 4]), weights[jnp.array([0, 3, 3])], 4)
+    read = lambda mode, table: SparseLinear(1, 4, name="t", mode=mode, use_bias=False)(
+        {"t": table}, {}, bad
+    )
+    for mode, expected in {
+        "fill": [40, np.nan, 0],
+        "zero": [40, 20, 0],
+        "clip": [40, 2 * 10 + 3 * 40 + 4 * 10, 0],
+    }.items():
+        for some in (rows, weights):
+            np.testing.assert_array_equal(read(mode, some)[:, 0], expected)
+    # No row that is read gets NaN in its gradient from one that is not.
+    grad = sj.grad(lambda t: jnp.sum(read("zero", t)))(rows)
+    np.testing.assert_array_equal(grad.values, [[2], [1], [0]])
+
+
+def test_layers_that_are_not_dataclass_fields():
+    class Bare(SparseBlock):
+        def __init__(self):
+            self.item = embedding()
+
+        def row_ids(self, inputs):
+            return self.item.row_ids(inputs)
+
+        def sparse_forward(self, tables, params, inputs):
+            return self.item(tables, params["item"], inputs)
+
+    @dataclasses.dataclass(frozen=True)
+    class Unannotated(Towers):
+        more = [sj.nn.Dense(1, 2)]
+
+    for block, name in ((Bare(), "item"), (Unannotated(), "more")):
+        for call in (block.tables, lambda block=block: block.init(jax.random.key(0))):
+            with pytest.raises(TypeError, match=f"'{name}' are not dataclass fields"):
+                call()
+
+    class Overrides(Bare):
+        def tables(self):
+            return self.item.tables()
+
+        def init(self, key):
+            return {"item": {}}
+
+    assert Overrides().tables()["t"].shape == (V, D)

@@ -25,6 +25,16 @@ def _data(seed=0, n=N):
     return rng.integers(0, V, (n, 2)), rng.normal(size=n).astype("float32")
 
 
+def _compiled(optimizer, **options):
+    model = _functional(sj.nn.keras.SparseModel, **options)
+    model.compile(optimizer, "mse")
+    return model
+
+
+def _table(model):
+    return model.get_layer("items").embeddings.numpy().copy()
+
+
 def _functional(cls, seed=0, **embedding):
     keras.utils.set_random_seed(seed)
     ids = keras.Input((2,), dtype="int32")
@@ -44,8 +54,7 @@ def _assert_same(a, b, **tolerance):
 
 
 def _moved(model, before):
-    table = model.get_layer("items").embeddings.numpy()
-    return np.flatnonzero((table != before).any(1)).tolist()
+    return np.flatnonzero((_table(model) != before).any(1)).tolist()
 
 
 # ------------------------------------------------------------------ optimizers
@@ -201,20 +210,18 @@ def test_a_subclass_however_it_runs(how):
 
 
 def test_tables_are_updated_in_place():
-    model = _functional(sj.nn.keras.SparseModel)
-    model.compile(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)), "mse")
+    chain = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
+    model = _compiled(chain)
     x, y = np.array([[3, 7], [7, 9], [0, 3]]), np.ones(3)
     model.train_on_batch(x, y)
     tables = [v for v in model.variables + model.optimizer.variables if V in v.shape]
     assert len(tables) == 3  # the table and its two moments
-    before = model.get_layer("items").embeddings.numpy().copy()
+    before = _table(model)
     addresses = [v.value.unsafe_buffer_pointer() for v in tables]
     model.train_on_batch(x, y)
     assert [v.value.unsafe_buffer_pointer() for v in tables] == addresses
     assert _moved(model, before) == [0, 3, 7, 9]
-    rows = {
-        leaf.name: leaf.rows_read for leaf in model.explain(x).leaves if leaf.sparse
-    }
+    rows = {v.name: v.rows_read for v in model.explain(x).leaves if v.sparse}
     assert rows == {"params['items/embeddings']": 6}
 
 
@@ -240,12 +247,10 @@ def test_tables_that_are_not_sparse_or_not_trained():
         model.fit(x, y, epochs=2, verbose=0)
         results.append(_weights(model))
     _assert_same(*results)
-    model = _functional(
-        sj.nn.keras.SparseModel, embeddings_constraint=keras.constraints.UnitNorm(1)
-    )
-    model.compile(optax.sgd(0.1), "mse")
+    unit = keras.constraints.UnitNorm(1)
+    model = _compiled(optax.sgd(0.1), embeddings_constraint=unit)
     model.fit(*_data(n=4), verbose=0)
-    table = model.get_layer("items").embeddings.numpy()
+    table = _table(model)
     np.testing.assert_allclose(np.linalg.norm(table, axis=1), 1, rtol=1e-5)
     model.get_layer("items").trainable = False
     model.compile(optax.sgd(0.1), "mse")
@@ -254,12 +259,11 @@ def test_tables_that_are_not_sparse_or_not_trained():
 
 
 def test_mixed_precision():
+    x, y = _data(n=4)
     policy = keras.config.dtype_policy()
     try:
         keras.config.set_dtype_policy("mixed_bfloat16")
-        model = _functional(sj.nn.keras.SparseModel)
-        model.compile(optax.adagrad(0.1), "mse")
-        x, y = _data(n=4)
+        model = _compiled(optax.adagrad(0.1))
         model.fit(x, y, verbose=0)
         assert len([v for v in model.explain(x).leaves if v.sparse]) == 1
         keras.config.set_dtype_policy("mixed_float16")
@@ -267,7 +271,7 @@ def test_mixed_precision():
         with pytest.raises(ValueError, match="mixed_float16"):
             model.compile(optax.adam(0.1), "mse")
         model.compile(optax.adam(0.1), "mse", auto_scale_loss=False)
-        before = model.get_layer("items").embeddings.numpy().copy()
+        before = _table(model)
         model.fit(x, y, verbose=0)
         assert _moved(model, before) == sorted(set(x.ravel()))
     finally:
@@ -278,34 +282,23 @@ def test_learning_rates_of_callbacks():
     """Set by a callback with `inject_hyperparams`, or a schedule of optax."""
     x, y = _data()
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 / 2**epoch)
-    weights = []
-    for optimizer in (
-        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
-        optax.sgd(optax.exponential_decay(0.1, 3, 0.5, staircase=True)),
-    ):
-        model = _functional(sj.nn.keras.SparseModel)
-        model.compile(optimizer, "mse")
-        own = len(weights) == 1
-        callbacks = [] if own else [schedule]
-        model.fit(x, y, 8, epochs=3, verbose=0, callbacks=callbacks)
-        weights.append(_weights(model))
-        if not own:
-            assert float(model.optimizer.learning_rate) == pytest.approx(0.025)
-    _assert_same(weights[0], weights[1])
+    by_callback = _compiled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    by_callback.fit(x, y, 8, epochs=3, verbose=0, callbacks=[schedule])
+    assert float(by_callback.optimizer.learning_rate) == pytest.approx(0.025)
+    model = _compiled(optax.sgd(optax.exponential_decay(0.1, 3, 0.5, staircase=True)))
+    model.fit(x, y, 8, epochs=3, verbose=0)
+    _assert_same(_weights(by_callback), _weights(model))
     with pytest.raises(ValueError, match="cannot be set"):
         model.fit(x, y, verbose=0, callbacks=[schedule])
 
 
 def test_an_optimizer_for_each_table():
     """Labels are keyed by the paths of the variables."""
-    x, y = _data()
-    model = _functional(sj.nn.keras.SparseModel)
     labels = lambda p: {k: "frozen" if "items" in k else "dense" for k in p}
     parts: Any = {"frozen": optax.set_to_zero(), "dense": optax.adam(0.1)}
-    model.compile(optax.partition(parts, labels), "mse")
-    before = model.get_layer("items").embeddings.numpy().copy()
-    dense = model.layers[-1].kernel.numpy().copy()
-    model.fit(x, y, verbose=0)
+    model = _compiled(optax.partition(parts, labels))
+    before, dense = _table(model), model.layers[-1].kernel.numpy().copy()
+    model.fit(*_data(), verbose=0)
     assert _moved(model, before) == []
     assert (model.layers[-1].kernel.numpy() != dense).any()
 
@@ -359,16 +352,13 @@ def test_save_and_load_a_model(tmp_path, kind):
 
 
 def test_weights_of_stock_keras(tmp_path):
-    x, y = _data()
-    stock = _functional(keras.Model, seed=3)
+    stock, weights = _functional(keras.Model, seed=3), str(tmp_path / "m.weights.h5")
     stock.compile("sgd", "mse")
-    weights = str(tmp_path / "m.weights.h5")
     stock.save_weights(weights)
-    other = _functional(sj.nn.keras.SparseModel)
-    other.compile(optax.sgd(0.1), "mse")
+    other = _compiled(optax.sgd(0.1))
     other.load_weights(weights)
     _assert_same(stock.get_weights(), other.get_weights(), rtol=0, atol=0)
-    other.fit(x, y, verbose=0)
+    other.fit(*_data(), verbose=0)
     other.save_weights(weights)
     stock.load_weights(weights)
     _assert_same(stock.get_weights(), other.get_weights(), rtol=0, atol=0)

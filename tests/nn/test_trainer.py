@@ -310,48 +310,100 @@ def test_checked():
     assert np.isnan(loose.predict(bad)).any()
 
 
-def test_errors():
-    store, tx = sj.store.KVStore(), optax.sgd(0.1)
-    store.init("item", (5, D), tx)
-    rows = store.pull("item", [1])
-    block = SparseEmbedding(5, D, name="item")
-    for make, said in (
-        (lambda: Trainer(sj.nn.Dense(1, 2), store, loss_of, tx), "ordinary layer"),
-        (
-            lambda: Trainer(Model(), store, loss_of, tx),
-            r"has shape \(5, 4\) .* but Mod",
-        ),
-        (lambda: Trainer(block, store, loss_of, tx, clip_norm=0), "clip_norm must be"),
-        (
-            lambda: Trainer(block, store, loss_of, tx, params=[{"a": rows}]),
-            r"\[0\]\['a'\] is a SelectedRows, whose rows belong to",
-        ),
-    ):
-        with pytest.raises((TypeError, ValueError), match=said):
-            make()
+# ------------------------------------------------------------------ wrong batches
 
-    class Names:
-        """A block is any object with the two methods."""
 
-        def __init__(self, ids):
-            self.ids = ids
+@dataclasses.dataclass(frozen=True)
+class Scored(SparseBlock):
+    """Dense parameters behind an embedding, which one NaN would spoil."""
+
+    item: SparseEmbedding = SparseEmbedding(5, 2, name="item")
+    top: sj.nn.Dense = sj.nn.Dense(1, 2)
+
+    def row_ids(self, inputs):
+        return self.item.row_ids(inputs)
+
+    def sparse_forward(self, tables, params, inputs):
+        return self.top(params["top"], self.item(tables, params["item"], inputs))
+
+
+def squared(block, store=None, **options):
+    """A trainer whose batches are the inputs."""
+    store = sj.store.KVStore() if store is None else store
+    loss = lambda out, batch: jnp.mean(out**2)
+    return Trainer(block, store, loss, optax.sgd(0.1), **options)
+
+
+@pytest.mark.slow
+def test_bad_ids_do_not_spoil_the_parameters():
+    made = squared(Scored())
+    made.step(jnp.array([1, 4, 4]))
+    before = jax.tree.map(np.array, state_of(made))
+    for bad, first in ((5, "5"), (-7, "-7"), (-1, "-2")):
+        batch = jnp.array([1, bad, 4])
+        for call in (
+            made.step,
+            made.predict,
+            lambda x: fit(made, [x], 1, mode="error"),
+        ):
+            with pytest.raises(ValueError, match=f"1 of 3 ids .*the first is {first}"):
+                call(batch)
+    jax.tree.map(assert_same_bits, jax.tree.map(np.array, state_of(made)), before)
+    assert made.steps == 1
+    for options in ({"padding_id": -1}, {"mode": "zero"}):
+        item = SparseEmbedding(5, 2, name="item", **options)
+        assert np.isfinite(squared(Scored(item)).step(jnp.array([1, -1])))
+    loose = squared(Scored(), mode="drop")
+    assert np.isnan(fit(loose, [jnp.array([1, 5])], prefetch=1)).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"checked": True}, {"mode": "drop"}])
+def test_a_matrix_of_other_columns_trains_nothing(options):
+    mode = "error" if "checked" in options else "zero"
+    made = squared(SparseLinear(1, 4, name="t", mode=mode), **options)
+    wide = sp.csr_matrix(np.ones((2, 6), np.float32))  # two columns more
+    for prefetch in (0, 1):
+        with pytest.raises(ValueError, match=r"x must have 4 columns .* 6\)"):
+            fit(made, [wide], prefetch=prefetch)
+    assert made.steps == 0 and not made.store.pull_all("t").any()
+
+
+def test_a_table_for_reading_is_not_trained():
+    class Undeclared:
+        """A block by its two methods, whose table the trainer meets in a batch."""
 
         def row_ids(self, inputs):
-            return self.ids
+            return {"read": inputs}
 
         def sparse_forward(self, tables, params, inputs):
-            return jnp.sum(sj.lookup(tables["item"], inputs), axis=-1)
+            return sj.lookup(tables["read"], inputs) * params["w"]
 
-    loss = lambda out, ids: jnp.sum(out)
-    made = Trainer(Names({"item": [1, 2]}), store, loss, tx)
-    assert float(made.step(jnp.array([1, 2]))) == 0
-    np.testing.assert_allclose(store.pull_all("item")[:3, 0], [0, -0.1, -0.1])
-    with pytest.raises(KeyError, match="no table 'it'"):
-        Trainer(Names({"it": [1]}), store, loss, tx).step(jnp.array([1]))
-    with pytest.raises(TypeError, match="must return a dict of table names to ids"):
-        Trainer(Names([1]), store, loss, tx).step(jnp.array([1]))
-    with pytest.raises(sj.NotPulledError, match="Names: the table 'item' is used"):
-        Trainer(Names({}), store, loss, tx).step(jnp.array([1]))
+    store = sj.store.KVStore()
+    store.init("read", np.ones((5, 2), np.float32), None)
+    made = squared(Undeclared(), store, params={"w": jnp.ones(2)})
+    assert made.predict(jnp.array([1])).tolist() == [[1, 1]]
+    losses = [float(fit(made, [jnp.array([1])], prefetch=k)[0]) for k in (0, 1)]
+    assert losses[1] < losses[0] and made.params["w"].tolist() != [1, 1]
+    assert (store.pull_all("read") == 1).all()
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_an_error_of_the_loss_is_raised_as_it_is(checked):
+    def broken(out, batch):
+        raise ValueError("something else")
+
+    block = SparseEmbedding(5, 2, name="item", mode="error" if checked else "fill")
+    made = Trainer(block, sj.store.KVStore(), broken, optax.sgd(0.1), checked=checked)
+    with pytest.raises(ValueError, match="^something else"):
+        made.step(jnp.array([1]))
+
+
+def test_an_optimizer_for_each_table_that_the_store_does_not_have():
+    store, tx = sj.store.KVStore(), optax.sgd(0.1)
+    store.init("item", (5, 2), tx)
+    block = SparseEmbedding(5, 2, name="item")
+    assert squared(block, store, table_tx={"half": tx}).steps == 0
 
 
 # ------------------------------------------------------------------ saving
