@@ -176,6 +176,12 @@ class Recorded(Golden):
         return register
 
 
+@pytest.fixture(autouse=True, scope="module")
+def page_ran(request):
+    """For modules with a `PAGE`: its blocks must not run first inside of a trace."""
+    request.module.PAGE.blocks
+
+
 def dense(x: Any) -> np.ndarray:
     """The dense array of `x`; NumPy adds up the rows of a SelectedRows."""
     if sp.issparse(x):
@@ -256,6 +262,10 @@ class ByCell(Recorded):
         ids = {f"{k}-{case['name']}": case for k, case in enumerate(known)}
         self.training = {k: c for k, c in ids.items() if "weights" in c["outputs"]}
         self.values = {k: c for k, c in ids.items() if k not in self.training}
+
+    def check_example(self, line: tuple[str, ...], names: dict[str, Any]) -> None:
+        own = {k: getattr(self, k) for k in ("run", "get", "named", "first", "refuses")}
+        super().check_example(line, {**own, **names})
 
     def refuses(self, name: str, error: str) -> bool:
         return self.named(name)["raises"].startswith(error)
@@ -370,6 +380,14 @@ def one_step(tx, table, grad, steps=1):
         return jax.lax.scan(step, start, length=steps)[0][0]
 
     return train(jax.tree.map(jnp.asarray, table), grad)
+
+
+def check_loss_scale(tx):
+    """A step whose gradient is infinite is skipped, and the scale is halved."""
+    table = jnp.asarray(TABLE)
+    state = tx.init(table)
+    _, after = jax.jit(tx.update)(a_grad() * jnp.inf, state, table)
+    assert after.skipped == 1 and after.scale == state.scale / 2
 
 
 TABLE = np.arange(1.0, 19.0, dtype=np.float32).reshape(9, 2) / 10

@@ -15,24 +15,19 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from recorded import Recorded, dense, raises  # noqa: F401  (in caffe2.txt)
+from recorded import Recorded, dense, page_ran, raises  # noqa: F401  (in caffe2.txt)
 from sparsejax import _compat
 
 
 pytestmark = pytest.mark.slow
 
 
-_RECORDED = Recorded("caffe2")
-CASES = {case["name"]: case for case in _RECORDED.cases}
-get = _RECORDED.get
+PAGE = Recorded("caffe2")
+CASES = {case["name"]: case for case in PAGE.cases}
+get = PAGE.get
 ANSWERED = [name for name, case in CASES.items() if "outputs" in case]
 # A chain is several operators: it has a test of its own.
 ANSWERED = [name for name in ANSWERED if "+" not in CASES[name]["op"]]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _page_ran():
-    _RECORDED.blocks  # not first inside of a trace
 
 
 # ------------------------------------------------------------------ the page
@@ -50,7 +45,7 @@ def _row(cells):
     return Row(name, wants, None if code == "—" else code.strip("`"))
 
 
-ROWS = [_row(cells) for cells in _RECORDED.rows]
+ROWS = [_row(cells) for cells in PAGE.rows]
 
 
 def row_of(operator, given):
@@ -65,7 +60,7 @@ def row_of(operator, given):
 
 
 def evaluate(row, names):
-    return eval(row.code, {**_RECORDED.blocks, **names})
+    return eval(row.code, {**PAGE.blocks, **names})
 
 
 def run(operator, inputs, args, outputs):
@@ -91,7 +86,7 @@ def assert_answers(got, want, rtol=1e-5):
 
 def is_wide(case):
     """Return True if a case needs all 64 bits of its ids."""
-    inputs = [_RECORDED.arrays[key] for key in case["inputs"].values()]
+    inputs = [PAGE.arrays[key] for key in case["inputs"].values()]
     found = [x for x in inputs if x.dtype == np.int64]
     hashed = case["op"] == "IndexHash" and bool(found)
     return hashed or any(x.size and np.abs(x).max() >= 2**31 for x in found)
@@ -369,18 +364,18 @@ def _example(operator, *parts):
     return operator, *(eval(f"dict({part})", globals()) for part in parts)
 
 
-DIFFERENT = [x for x in _RECORDED.examples if x[0].startswith("? ")]
-EXAMPLES = [_example(*x) for x in _RECORDED.examples if x not in DIFFERENT]
+DIFFERENT = [x for x in PAGE.examples if x[0].startswith("? ")]
+EXAMPLES = [_example(*x) for x in PAGE.examples if x not in DIFFERENT]
 EXAMPLES += _quantized_examples()
 
 
 @pytest.mark.parametrize("line", DIFFERENT, ids=lambda line: line[0])
 def test_differs(line):
-    _RECORDED.check_example(line, globals())
+    PAGE.check_example(line, globals())
 
 
 def test_every_difference_is_checked():
-    assert list(dict.fromkeys(x[0][2:] for x in DIFFERENT)) == _RECORDED.differences
+    assert list(dict.fromkeys(x[0][2:] for x in DIFFERENT)) == PAGE.differences
     text = str(DIFFERENT)
     cases = [name for name, case in CASES.items() if "raises" in case]
     unused = [name for name in cases if f'"{name}"' not in text]
@@ -406,7 +401,7 @@ def test_unique_uniform_fill():
 
 
 def test_every_operator_is_on_the_page():
-    listed = _RECORDED.golden["operators"].values()
+    listed = PAGE.golden["operators"].values()
     assert {row.operator for row in ROWS} == set().union(*listed)
 
 

@@ -21,22 +21,23 @@ import scipy.special
 from jax.experimental import checkify
 
 import sparsejax as sj
-from recorded import Recorded, assert_same_kind, dense, raises  # noqa: F401  (gluon.txt)
+from recorded import (
+    Recorded,
+    assert_same_kind,
+    dense,
+    page_ran,  # noqa: F401  (a fixture)
+    raises,  # noqa: F401  (in gluon.txt)
+)
 from sparsejax import _compat
 
 
 pytestmark = pytest.mark.slow
 
 
-_RECORDED = Recorded("gluon", golden="mxnet", hidden=("10 ",))
-CELLS, run = _RECORDED.cells, _RECORDED.run
-CASES = {case["name"]: case for case in _RECORDED.cases}
-ERRORS = [cells for section, cells in _RECORDED.tables() if section.startswith("10 ")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _page_ran():
-    _RECORDED.blocks  # not first inside of a trace
+PAGE = Recorded("gluon", golden="mxnet", hidden=("10 ",))
+CELLS, run = PAGE.cells, PAGE.run
+CASES = {case["name"]: case for case in PAGE.cases}
+ERRORS = [cells for section, cells in PAGE.tables() if section.startswith("10 ")]
 
 
 # ------------------------------------------------------------------ a line each
@@ -66,11 +67,11 @@ def as_scipy(st, columns):
 
 
 def inputs(name):
-    return _RECORDED.get(CASES[name], "inputs")
+    return PAGE.get(CASES[name], "inputs")
 
 
 def outputs(name):
-    return _RECORDED.get(CASES[name], "outputs")
+    return PAGE.get(CASES[name], "outputs")
 
 
 def by_name(name, *fields):
@@ -145,14 +146,14 @@ def never_read(name):
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("line", _RECORDED.examples, ids=lambda line: line[0])
+@pytest.mark.parametrize("line", PAGE.examples, ids=lambda line: line[0])
 def test_line(line):
-    _RECORDED.check_example(line, globals())
+    PAGE.check_example(line, globals())
 
 
 def test_every_difference_is_checked():
-    lines = [line[0][2:] for line in _RECORDED.examples if line[0][:2] == "? "]
-    assert list(dict.fromkeys(lines)) == _RECORDED.differences
+    lines = [line[0][2:] for line in PAGE.examples if line[0][:2] == "? "]
+    assert list(dict.fromkeys(lines)) == PAGE.differences
 
 
 NUMPY = "arcsinh arctan cbrt ceil degrees expm1 floor negative radians sign sin sinh"
@@ -598,7 +599,7 @@ def clicks(count):
 @pytest.mark.usefixtures("loose_promotion")
 def test_proposal():
     """The page's model trains; by hand and on whole tables it is the same function."""
-    trainer, batches = _RECORDED.blocks["make_trainer"](), list(clicks(2))
+    trainer, batches = PAGE.blocks["make_trainer"](), list(clicks(2))
     block, store = trainer.block, trainer.store
     given = {"store": store, "trainer": trainer, "batches": batches * 3}
     pulled = run("row_sparse_pull, one batch ahead", **given)
@@ -656,7 +657,7 @@ def test_errors(cells):
     names |= {"tx": optax.sgd(1.0), "block": sj.nn.SparseEmbedding(3, 1, name="w")}
     kinds = TypeError, ValueError, KeyError, checkify.JaxRuntimeError
     with pytest.raises(kinds) as e:
-        eval(code, {**_RECORDED.blocks, **names})
+        eval(code, {**PAGE.blocks, **names})
     assert said in str(e.value)
     if what == "table was not pulled":
         assert isinstance(e.value, sj.NotPulledError)
@@ -687,9 +688,9 @@ def test_nothing_is_forgotten():
     names |= {f"RowSparseNDArray.{name}" for name in f"{ARRAY} retain".split()}
     names |= {f"CSRNDArray.{name}" for name in f"{ARRAY} indptr asscipy".split()}
     assert names | {"_internal._square_sum", "contrib.getnnz"} <= have
-    run_here = {f"sparse.{name}" for name in [*KEEP, *DENSE]} | {*_RECORDED.checked}
+    run_here = {f"sparse.{name}" for name in [*KEEP, *DENSE]} | {*PAGE.checked}
     run_here.add("sparse.LogisticRegressionOutput")
     text = pathlib.Path(__file__).read_text()
     assert not [k for k in CELLS if f'"{k}"' not in text and k not in run_here]
-    text += str(_RECORDED.examples)
+    text += str(PAGE.examples)
     assert not [x for x in CASES if f'"{x}"' not in text and f"@{x}'" not in text]

@@ -29,6 +29,7 @@ from recorded import (
     Recorded,
     assert_same_kind,
     dense,
+    page_ran,  # noqa: F401  (a fixture)
     raises,  # noqa: F401  (in paddle.txt)
 )
 from sparsejax import _compat
@@ -37,11 +38,11 @@ from sparsejax import _compat
 # The page is a reader's session, and optax itself relies on implicit promotion.
 pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.slow]
 
-_RECORDED = Recorded("paddle")
-ROWS, CELLS = _RECORDED.rows, _RECORDED.cells
-CASES = {case["name"]: case for case in _RECORDED.cases}
-run, as_ours, assert_answers = _RECORDED.run, _RECORDED.as_ours, assert_same_kind
-differs = _RECORDED.checks
+PAGE = Recorded("paddle")
+ROWS, CELLS = PAGE.rows, PAGE.cells
+CASES = {case["name"]: case for case in PAGE.cases}
+run, as_ours, assert_answers = PAGE.run, PAGE.as_ours, assert_same_kind
+differs = PAGE.checks
 WITHOUT_CODE = {cells[0].strip("`") for cells in ROWS if cells[1] == "—"}
 _OPTIM = Golden("optim")
 OPTIM = {c["name"]: c for c in _OPTIM.cases if c["system"] == "paddle"}
@@ -50,16 +51,11 @@ NO_KERNEL = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _page_ran():
-    _RECORDED.blocks  # not first inside of a trace
-
-
 # ------------------------------------------------------------------ recorded cases
 
 
 def get(name, what) -> dict[str, Any]:
-    return _RECORDED.get(CASES[name], what)
+    return PAGE.get(CASES[name], what)
 
 
 def both(name):
@@ -126,9 +122,9 @@ def room(data, lengths):
     return sj.SegmentTensor.from_lengths(jnp.array(data), lengths, capacity=9)
 
 
-@pytest.mark.parametrize("line", _RECORDED.examples, ids=lambda line: line[0])
+@pytest.mark.parametrize("line", PAGE.examples, ids=lambda line: line[0])
 def test_line(line):
-    _RECORDED.check_example(line, globals())
+    PAGE.check_example(line, globals())
 
 
 # ------------------------------------------------------------------ embedding
@@ -430,7 +426,7 @@ def train(tx, weights, gradients, state=None):
 def bare(key, /, **names):
     """The optimizer inside of a cell's `lazy` or `exact`, for dense gradients."""
     code = re.sub(r"^sj\.optim\.(lazy|exact)\((.*)\)$", r"\2", CELLS[key])
-    return eval(code, {**_RECORDED.blocks, **names})
+    return eval(code, {**PAGE.blocks, **names})
 
 
 # Which row of the page each run is of.
@@ -672,7 +668,7 @@ def test_train_step():
     loss, (ids, *_), inputs, want = program_of("static_adagrad_sparse")
     tx = run("optimizer.Adagrad", **DEFAULTS | {"learning_rate": 0.1, "epsilon": 1e-6})
     weights = inputs["weight"]
-    step = _RECORDED.blocks["train_step"]
+    step = PAGE.blocks["train_step"]
     _, _, value = step(loss, tx, weights, tx.init(weights), ids)
     np.testing.assert_allclose(value, want["losses"][0], rtol=1e-6)
 
@@ -736,7 +732,7 @@ def test_store(tmp_path):
 
 
 def test_every_difference_is_checked():
-    assert {*_RECORDED.checked} >= {*_RECORDED.differences}
+    assert {*PAGE.checked} >= {*PAGE.differences}
 
 
 def paddle_adam(of, t_of, eps_of):
@@ -832,7 +828,7 @@ def bisect(rows, wanted):
     return -1
 
 
-@pytest.mark.parametrize("check", _RECORDED.by_hand, ids=lambda f: f.__doc__)
+@pytest.mark.parametrize("check", PAGE.by_hand, ids=lambda f: f.__doc__)
 def test_differs(check):
     check()
 
@@ -843,11 +839,11 @@ def test_differs(check):
 def test_nothing_is_forgotten():
     """Each cell is named by a test, and so is each recorded case."""
     text = pathlib.Path(__file__).read_text()
-    run_here = {*_RECORDED.checked}
+    run_here = {*PAGE.checked}
     run_here |= {key for key in [*CELLS, *WITHOUT_CODE] if f'"{key}"' in text}
     without_tests = {*CELLS} - run_here
     assert not without_tests
-    text += str(_RECORDED.examples) + '"op_ftrl_dense_lr_power"'  # we have no lr_power
+    text += str(PAGE.examples) + '"op_ftrl_dense_lr_power"'  # we have no lr_power
     assert not [x for x in CASES if f'"{x}"' not in text and f"@{x}'" not in text]
     assert set(OPTIM) <= set(RUNS) and len({cells[0] for cells in ROWS}) == len(ROWS)
     for name, code, *notes in ROWS:

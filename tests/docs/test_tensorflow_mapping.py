@@ -22,8 +22,10 @@ from recorded import (
     ByCell,
     a_grad,
     assert_answers,
+    check_loss_scale,
     dense,
     one_step,
+    page_ran,  # noqa: F401  (a fixture)
     raises,  # noqa: F401  (in tensorflow.txt)
     stepped,
 )
@@ -32,45 +34,31 @@ from recorded import (
 pytestmark = pytest.mark.slow
 
 
-_RECORDED = ByCell("tensorflow", "2")
-run, get, named, checks = (
-    _RECORDED.run,
-    _RECORDED.get,
-    _RECORDED.named,
-    _RECORDED.checks,
-)
-first, refuses = _RECORDED.first, _RECORDED.refuses
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _page_ran():
-    _RECORDED.blocks  # not first inside of a trace
+PAGE = ByCell("tensorflow", "2")
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", _RECORDED.values)
+@pytest.mark.parametrize("name", PAGE.values)
 def test_recorded(name):
     """Ours are dense for vectors and for other arrays than tables."""
     is_table = lambda name, x: name in ("params", "weights") and x.ndim > 1
-    _RECORDED.check_values(_RECORDED.values[name], is_table, "both")
+    PAGE.check_values(PAGE.values[name], is_table, "both")
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", _RECORDED.training)
+@pytest.mark.parametrize("name", PAGE.training)
 def test_recorded_training(name):
     # Keras adds eps in another place, which small gradients show.
-    _RECORDED.check_training(
-        _RECORDED.training[name], 2e-5, 3e-5 if "Adam" in name else 2e-6
-    )
+    PAGE.check_training(PAGE.training[name], 2e-5, 3e-5 if "Adam" in name else 2e-6)
 
 
 # ------------------------------------------------------------------ by hand
 
 
-@checks("tfa.optimizers.LazyAdam")
+@PAGE.checks("tfa.optimizers.LazyAdam")
 def check_lazy_adam():
     """Moments over equal gradients are, corrected, the gradient and its square."""
-    tx = run("tfa.optimizers.LazyAdam", learning_rate=0.1)
+    tx = PAGE.run("tfa.optimizers.LazyAdam", learning_rate=0.1)
     want = TABLE.copy()
     for row, g in MERGED.items():
         want[row] -= 2 * 0.1 * np.sign(g)
@@ -79,24 +67,20 @@ def check_lazy_adam():
     )
 
 
-@checks("LossScaleOptimizer")
-def check_loss_scale():
-    tx = run("LossScaleOptimizer", learning_rate=0.1)
-    state = tx.init(jnp.asarray(TABLE))
-    grad, table = a_grad() * jnp.inf, jnp.asarray(TABLE)
-    _, after = jax.jit(tx.update)(grad, state, table)
-    assert after.skipped == 1 and after.scale == state.scale / 2
+@PAGE.checks("LossScaleOptimizer")
+def check_loss_scale_optimizer():
+    check_loss_scale(PAGE.run("LossScaleOptimizer", learning_rate=0.1))
 
 
-@checks("gradient_accumulation_steps=4")
+@PAGE.checks("gradient_accumulation_steps=4")
 def check_accumulate():
-    tx = run("gradient_accumulation_steps=4", learning_rate=0.1)
+    tx = PAGE.run("gradient_accumulation_steps=4", learning_rate=0.1)
     once = sj.optim.lazy(optax.adam(0.1))
     want = dense(one_step(once, TABLE, a_grad()))
     assert_answers(one_step(tx, TABLE, a_grad(), steps=4), want)
 
 
-@checks(
+@PAGE.checks(
     "tf.random.log_uniform_candidate_sampler",
     "tf.random.uniform_candidate_sampler",
     "tf.random.fixed_unigram_candidate_sampler",
@@ -112,13 +96,13 @@ def check_samplers():
     }
     for name, law in laws.items():
         key = f"tf.random.{name}_candidate_sampler"
-        found = jax.jit(functools.partial(run, key, unique=False, **given))()
+        found = jax.jit(functools.partial(PAGE.run, key, unique=False, **given))()
         counts, want = np.bincount(found.ids, minlength=9), 20_000 * law
         assert_answers(np.exp(found.label_log_q), want)
         assert (np.abs(counts - want) < 5 * np.sqrt(want)).all()
 
 
-@checks("tfrs.tasks.Retrieval", "tfrs.layers.factorized_top_k.Streaming(k)")
+@PAGE.checks("tfrs.tasks.Retrieval", "tfrs.layers.factorized_top_k.Streaming(k)")
 def check_retrieval():
     queries, candidates = TABLE[:3], TABLE[3:8]
     ids, log_q = (
@@ -126,20 +110,22 @@ def check_retrieval():
         np.log(np.array([1, 2, 1, 3, 2], np.float32)),
     )
     given = {"queries": queries, "candidates": candidates}
-    loss = run("tfrs.tasks.Retrieval", ids=ids, log_q=log_q, temperature=0.5, **given)
+    loss = PAGE.run(
+        "tfrs.tasks.Retrieval", ids=ids, log_q=log_q, temperature=0.5, **given
+    )
     scores = queries @ candidates.T / 0.5 - log_q  # as its call() computes them
     hits = (ids[:3, None] == ids) & ~np.eye(3, 5, dtype=bool)
     scores[hits] = np.finfo(np.float32).min
     log_softmax = scores - scipy.special.logsumexp(scores, axis=1, keepdims=True)
     assert_answers(loss, -np.diag(log_softmax))
-    _, found = run("tfrs.layers.factorized_top_k.Streaming(k)", k=2, **given)
+    _, found = PAGE.run("tfrs.layers.factorized_top_k.Streaming(k)", k=2, **given)
     want = np.argsort(-(queries @ candidates.T), axis=1, kind="stable")[:, :2]
     np.testing.assert_array_equal(found, want)
 
 
-@checks("tfra.dynamic_embedding, FrequencyRestrictPolicy")
+@PAGE.checks("tfra.dynamic_embedding, FrequencyRestrictPolicy")
 def check_keys_that_come_and_go():
-    index = run("tfra.dynamic_embedding, FrequencyRestrictPolicy", rows=2)
+    index = PAGE.run("tfra.dynamic_embedding, FrequencyRestrictPolicy", rows=2)
     for step, keys in enumerate(([700, 500], [500, 500], [900, 900])):
         index, _, evicted = index.insert(keys, step)
     assert evicted.tolist() == [1, 2] and index.find([500, 900]).tolist() == [0, 1]
@@ -149,14 +135,14 @@ DYNAMIC = "tfra.dynamic_embedding.get_variable(key_dtype=tf.int64)"
 HKV = "HkvHashTableConfig(max_capacity, max_hbm_for_values)"
 
 
-@checks(DYNAMIC, HKV)
+@PAGE.checks(DYNAMIC, HKV)
 def check_keys_on_the_host():
     store, tx = sj.store.KVStore(), optax.sgd(1.0)
-    run(DYNAMIC, store=store, rows=3, tx=tx)
+    PAGE.run(DYNAMIC, store=store, rows=3, tx=tx)
     for step, keys in enumerate(([1 << 40, 5], [1 << 40, 7], [8, 1 << 40])):
         rows, evicted = store.insert("items", np.array(keys), step)
     assert evicted.tolist() == [0] and store.find("items", [5, 7]).tolist() == [3, 2]
-    cache = run(HKV, store=store, max_hbm_rows=2)
+    cache = PAGE.run(HKV, store=store, max_hbm_rows=2)
     table, state = cache.table, sj.optim.lazy(tx).init(cache.table)
     step = store.train_step(lambda table, rows: -table[rows].sum(), sj.optim.lazy(tx))
     for keys in ([8, 7], [1 << 40, 7]):
@@ -166,14 +152,14 @@ def check_keys_on_the_host():
     assert store.pull_all("items")[:, 0].tolist() == [1, 1, 2]
 
 
-@checks(
+@PAGE.checks(
     "feature_column.embedding_column, shared_embeddings",
     "feature_column.weighted_categorical_column",
     "feature_column.linear_model",
     "tpu.experimental.embedding.TableConfig, FeatureConfig",
 )
 def check_columns():
-    st = run(
+    st = PAGE.run(
         "feature_column.weighted_categorical_column",
         lists=[[4, 1], [0]],
         weights=[[1.0, 2.0], [3.0]],
@@ -182,18 +168,18 @@ def check_columns():
         ("feature_column.embedding_column, shared_embeddings", 1.0),
         ("tpu.experimental.embedding.TableConfig, FeatureConfig", 1 / 3),
     ):
-        layer = run(key)
+        layer = PAGE.run(key)
         params = layer.init(jax.random.key(0))
         (table,) = params.values()
         got = layer(params, {"clicked": st})["clicked"]
         want = np.asarray(table)[4] + 2 * np.asarray(table)[1]
         np.testing.assert_allclose(got[0], want * scale, rtol=1e-5)
-    layer = run("feature_column.linear_model")
+    layer = PAGE.run("feature_column.linear_model")
     params = {"kernel": jnp.arange(9.0)[:, None], "bias": jnp.zeros(1)}
     assert layer(params, st).tolist() == [[6], [0]]
 
 
-@checks(
+@PAGE.checks(
     "tf.distribute.MirroredStrategy",
     "TPUEmbedding, a sharded table",
     "keras_rs.layers.DistributedEmbedding(feature_configs)",
@@ -203,8 +189,8 @@ def check_columns():
 def check_devices(folder):
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("x",), auto, devices=jax.devices()[:2])
-    tx = run("tpu.experimental.embedding.Adagrad", learning_rate=0.1)
-    table = run("TPUEmbedding, a sharded table", params=TABLE, mesh=mesh)
+    tx = PAGE.run("tpu.experimental.embedding.Adagrad", learning_rate=0.1)
+    table = PAGE.run("TPUEmbedding, a sharded table", params=TABLE, mesh=mesh)
     ids = jnp.array([7, 2, 7, 0])
 
     def step(table, state, ids):
@@ -218,7 +204,7 @@ def check_devices(folder):
     got, _ = jax.jit(step)(table, tx.init(table), ids)
     assert_answers(sj.lookup(got, jnp.arange(9)), want)
     params = {"items": got}
-    run("tf.train.Checkpoint", path=folder / "saved", params=params)
+    PAGE.run("tf.train.Checkpoint", path=folder / "saved", params=params)
     found = sj.parallel.restore(folder / "saved", params)["items"]
     assert_answers(sj.lookup(found, jnp.array([7])), want[[7]])
 
@@ -227,7 +213,7 @@ def check_devices(folder):
         updates, state = tx.update(grad, state, table)
         return optax.apply_updates(table, updates), state
 
-    placed = run(
+    placed = PAGE.run(
         "keras_rs.layers.DistributedEmbedding(feature_configs)",
         params=np.ones((100_000, 32), np.float32),
         batch=jnp.arange(20_480) // 4,
@@ -236,14 +222,14 @@ def check_devices(folder):
     )
     assert isinstance(placed, sj.parallel.ShardedTable)
 
-    spread = run("tf.distribute.MirroredStrategy", step=plain, mesh=mesh)
+    spread = PAGE.run("tf.distribute.MirroredStrategy", step=plain, mesh=mesh)
     got, _ = spread(jnp.array(TABLE), tx.init(jnp.array(TABLE)), ids)
     assert_answers(got, want)
 
 
-@checks("ParameterServerStrategy")
+@PAGE.checks("ParameterServerStrategy")
 def check_store():
-    store = run("ParameterServerStrategy")
+    store = PAGE.run("ParameterServerStrategy")
     store.init("items", TABLE, optax.sgd(1.0))
     store.push("items", a_grad())
     assert_answers(store.pull_all("items"), stepped(lambda w, g: w - g))
@@ -253,12 +239,12 @@ def check_store():
 
 
 def repeated():
-    case = named("global_norm of repeated ids")
-    values, indices = get(case, "inputs").values()
-    return sj.SelectedRows(indices, values, 9), get(case, "outputs")["0"]
+    case = PAGE.named("global_norm of repeated ids")
+    values, indices = PAGE.get(case, "inputs").values()
+    return sj.SelectedRows(indices, values, 9), PAGE.get(case, "outputs")["0"]
 
 
-@checks("norm of a gradient with repeated ids")
+@PAGE.checks("norm of a gradient with repeated ids")
 def check_norm():
     grad, theirs = repeated()
     slices, merged = np.linalg.norm(grad.values), np.linalg.norm(dense(grad))
@@ -266,26 +252,28 @@ def check_norm():
     assert abs(slices - merged) > 0.01
     np.testing.assert_allclose(sj.optim.global_norm(grad), merged, rtol=1e-6)
     tx = optax.clip_by_global_norm(0.5)
-    got = dense(_RECORDED.blocks["step_of"](tx, grad))
+    got = dense(PAGE.blocks["step_of"](tx, grad))
     assert_answers(got, 0.5 / merged * dense(grad))
-    clipped = get(named("clip_by_global_norm of repeated ids"), "outputs")["0"]
+    clipped = PAGE.get(PAGE.named("clip_by_global_norm of repeated ids"), "outputs")[
+        "0"
+    ]
     assert_answers(clipped, 0.5 / slices * dense(grad))
 
 
-@checks("`clip_by_value` of repeated ids")
+@PAGE.checks("`clip_by_value` of repeated ids")
 def check_clip_value():
     grad, _ = repeated()
-    got = dense(_RECORDED.blocks["step_of"](optax.clip(0.5), grad))
+    got = dense(PAGE.blocks["step_of"](optax.clip(0.5), grad))
     assert_answers(got, np.clip(dense(grad), -0.5, 0.5))
 
 
 def moves_without_a_gradient(name):
     """Return True if row 8, which only the first step reads, moves later."""
-    weights = get(named(name), "outputs")["weights"]
+    weights = PAGE.get(PAGE.named(name), "outputs")["weights"]
     return (np.diff(weights[:, 8], axis=0) != 0).any()
 
 
-@checks("Keras Adam, AdamW, RMSprop, momentum on IndexedSlices")
+@PAGE.checks("Keras Adam, AdamW, RMSprop, momentum on IndexedSlices")
 def check_keras():
     for name in ("Adam", "AdamW", "SGD(momentum)"):
         assert moves_without_a_gradient(f"keras.optimizers.{name}")
@@ -293,107 +281,114 @@ def check_keras():
         assert not moves_without_a_gradient(f"tf.raw_ops.ResourceSparseApply{name}")
 
 
-@checks("repeated ids under Keras Adam, Adagrad, RMSprop")
+@PAGE.checks("repeated ids under Keras Adam, Adagrad, RMSprop")
 def check_keras_repeated():
-    case = named("Keras' Adagrad, repeated ids")
-    w, ids, targets = get(case, "inputs").values()
+    case = PAGE.named("Keras' Adagrad, repeated ids")
+    w, ids, targets = PAGE.get(case, "inputs").values()
     rows, merged, squares = w.copy(), np.zeros_like(w), np.full_like(w, 0.1)
     np.add.at(merged, ids[0], targets[0])
     np.add.at(squares, ids[0], targets[0] ** 2)  # of each slice
     rows -= 0.1 * merged / np.sqrt(squares + 1e-7)
-    assert_answers(get(case, "outputs")["weights"][0], rows)
+    assert_answers(PAGE.get(case, "outputs")["weights"][0], rows)
     grad = sj.SelectedRows(ids[0], targets[0], 9)
     got = one_step(sj.optim.lazy(optax.adagrad(0.1)), w, grad)
     assert_answers(got, w - 0.1 * merged / np.sqrt(0.1 + merged**2 + 1e-7))
 
 
-@checks("repeated ids in `raw_ops.ResourceSparseApply*`")
+@PAGE.checks("repeated ids in `raw_ops.ResourceSparseApply*`")
 def check_raw():
-    case = named("repeated ids of ResourceSparseApplyAdagradV2")
-    w, values, indices = get(case, "inputs").values()
+    case = PAGE.named("repeated ids of ResourceSparseApplyAdagradV2")
+    w, values, indices = PAGE.get(case, "inputs").values()
     h, one_by_one = np.zeros_like(w), w.copy()
     for row, g in zip(indices, values):
         h[row] += g**2
         one_by_one[row] -= 0.1 * g / (np.sqrt(h[row]) + 1e-7)
-    assert_answers(get(case, "outputs")["0"], one_by_one)
+    assert_answers(PAGE.get(case, "outputs")["0"], one_by_one)
     tx, grad = sj.optim.adagrad(0.1, eps=1e-7), sj.SelectedRows(indices, values, 9)
     off = np.abs(dense(one_step(tx, w, grad)) - one_by_one).max(axis=1)
     assert np.flatnonzero(off > 1e-3).tolist() == [7]
 
 
-@checks("eps of Keras' Adam", "eps and start of Keras' Adagrad")
+@PAGE.checks("eps of Keras' Adam", "eps and start of Keras' Adagrad")
 def check_eps():
     g = jnp.float32(1e-6)  # so small that eps shows, at the first step
-    first = lambda tx: -np.asarray(tx.update(g, tx.init(g), g)[0])
-    case = named("the first step of Keras' Adam, g = 1e-6")
+    step_of = lambda tx: -np.asarray(tx.update(g, tx.init(g), g)[0])
+    case = PAGE.named("the first step of Keras' Adam, g = 1e-6")
     m, v = 0.1 * g, 0.001 * g**2
     beside = 0.1 * np.sqrt(0.001) / 0.1 * m / (np.sqrt(v) + 1e-7)
-    np.testing.assert_allclose(get(case, "outputs")["0"], beside, rtol=1e-4)
+    np.testing.assert_allclose(PAGE.get(case, "outputs")["0"], beside, rtol=1e-4)
     want = 0.1 * g / (g + 1e-7)
-    np.testing.assert_allclose(first(optax.adam(0.1, eps=1e-7)), want, rtol=1e-3)
-    case = named("the first step of Keras' Adagrad, g = 1e-6")
+    np.testing.assert_allclose(step_of(optax.adam(0.1, eps=1e-7)), want, rtol=1e-3)
+    case = PAGE.named("the first step of Keras' Adagrad, g = 1e-6")
     inside = 0.1 * g / np.sqrt(0.1 + g**2 + 1e-7)
-    np.testing.assert_allclose(get(case, "outputs")["0"], inside, rtol=1e-5)
-    np.testing.assert_allclose(first(optax.adagrad(0.1)), inside, rtol=1e-5)
+    np.testing.assert_allclose(PAGE.get(case, "outputs")["0"], inside, rtol=1e-5)
+    np.testing.assert_allclose(step_of(optax.adagrad(0.1)), inside, rtol=1e-5)
 
 
-@checks("FTRL")
+@PAGE.checks("FTRL")
 def check_ftrl():
-    case = named("keras.optimizers.Ftrl")
-    before, after = get(case, "inputs")["weight"], get(case, "outputs")["weights"][-1]
-    never = np.setdiff1d(np.arange(9), get(case, "inputs")["ids"])
+    case = PAGE.named("keras.optimizers.Ftrl")
+    before, after = (
+        PAGE.get(case, "inputs")["weight"],
+        PAGE.get(case, "outputs")["weights"][-1],
+    )
+    never = np.setdiff1d(np.arange(9), PAGE.get(case, "inputs")["ids"])
     assert never.size and (before[never] != after[never]).all()
-    ftrl = named("tf.raw_ops.ResourceSparseApplyFtrl")["args"]
+    ftrl = PAGE.named("tf.raw_ops.ResourceSparseApplyFtrl")["args"]
     assert ftrl["l2"] > 0  # and 2 * l2 gave the recorded weights
 
 
-@checks("empty row: mean", "empty segment: max")
+@PAGE.checks("empty row: mean", "empty segment: max")
 def check_empty():
-    case = named("mean of an empty row")
-    values, lengths = get(case, "inputs").values()
-    theirs = get(case, "outputs")["0"]
+    case = PAGE.named("mean of an empty row")
+    values, lengths = PAGE.get(case, "inputs").values()
+    theirs = PAGE.get(case, "outputs")["0"]
     st = sj.SegmentTensor.from_lengths(values, lengths)
     assert np.isnan(theirs[1]).all() and not sj.segment_mean(st)[1].any()
     assert_answers(sj.segment_mean(st, empty=np.nan), theirs)
-    assert not get(named("tf.math.segment_mean(data, segment_ids)"), "outputs")["0"][
+    assert not PAGE.get(
+        PAGE.named("tf.math.segment_mean(data, segment_ids)"), "outputs"
+    )["0"][1].any()
+    assert not PAGE.get(PAGE.named("an empty segment of segment_max"), "outputs")["0"][
         1
     ].any()
-    assert not get(named("an empty segment of segment_max"), "outputs")["0"][1].any()
     name = "tf.math.unsorted_segment_max(data, segment_ids, num_segments)"
-    lowest = get(named(name), "outputs")["0"][[2, 4]]
+    lowest = PAGE.get(PAGE.named(name), "outputs")["0"][[2, 4]]
     assert (lowest == np.finfo(np.float32).min).all()
     assert np.isneginf(sj.segment_max(st)[1]).all()
 
 
-@checks("unsorted ids of `segment_*`", "ties of a maximum")
+@PAGE.checks("unsorted ids of `segment_*`", "ties of a maximum")
 def check_segments():
-    refuses("unsorted ids of segment_sum", "InvalidArgumentError")
-    data, segment_ids = get(named("unsorted ids of segment_sum"), "inputs").values()
+    PAGE.refuses("unsorted ids of segment_sum", "InvalidArgumentError")
+    data, segment_ids = PAGE.get(
+        PAGE.named("unsorted ids of segment_sum"), "inputs"
+    ).values()
     want = np.zeros((4, 2), np.float32)
     np.add.at(want, segment_ids, data)
     assert_answers(sj.segment_sum(data, segment_ids, 4), want)
-    case = named("ties of segment_max")
-    f = lambda x: sj.segment_max(x, get(case, "inputs")["segment_ids"], 1)
-    loss = lambda x: jnp.sum(f(x) * get(case, "cotangents")["0"])
+    case = PAGE.named("ties of segment_max")
+    f = lambda x: sj.segment_max(x, PAGE.get(case, "inputs")["segment_ids"], 1)
+    loss = lambda x: jnp.sum(f(x) * PAGE.get(case, "cotangents")["0"])
     grad = jax.jit(jax.grad(loss))(np.ones((2, 1), np.float32))
-    assert_answers(grad, get(case, "grads")["data"])
+    assert_answers(grad, PAGE.get(case, "grads")["data"])
 
 
 # ------------------------------------------------------------------ all of them
 
 
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("line", _RECORDED.examples, ids=lambda line: line[0])
+@pytest.mark.parametrize("line", PAGE.examples, ids=lambda line: line[0])
 def test_line(line):
-    _RECORDED.check_example(line, globals())
+    PAGE.check_example(line, globals())
 
 
 def test_every_row_is_checked():
-    _RECORDED.check_all_are_checked()
+    PAGE.check_all_are_checked()
 
 
 @pytest.mark.usefixtures("loose_promotion")
 @pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize("check", _RECORDED.by_hand, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("check", PAGE.by_hand, ids=lambda f: f.__name__)
 def test_by_hand(check, tmp_path):
     check(tmp_path) if check.__code__.co_argcount else check()

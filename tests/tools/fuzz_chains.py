@@ -36,9 +36,9 @@ from optax import contrib
 
 import probe
 import sparsejax as sj
+from fuzz_modes import assert_close, is_close, precisely
 from helpers import dense as dense_of
 from optimizers import REFUSED, SCHEDULE, SEPARABLE
-from sparsejax import _compat
 from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import separability
 
@@ -536,24 +536,8 @@ def _expected(tx, params, state, grads, rows, on_rows):
     return _put((params, state), _optax_step(tx, *args), rows)
 
 
-def _assert_equal(found, wanted, tolerance, what):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted), what
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted))
-    for (path, a), b in pairs:
-        where = f"{what}, {jax.tree_util.keystr(path)}"
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.shape == b.shape, where
-        if not jnp.issubdtype(a.dtype, jnp.inexact):
-            np.testing.assert_array_equal(a, b, where)
-            continue
-        # Dtypes of state stay, although optax may promote them.
-        bits = jnp.finfo(a.dtype).bits
-        a, b = a.astype(np.float64), b.astype(np.float64)
-        allowed = max(tolerance, {16: 2e-2, 32: 1e-5}.get(bits, 0.0))
-        scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
-        np.testing.assert_allclose(a, b, rtol=0, atol=allowed * scale, err_msg=where)
+# Dtypes of state stay, although optax may promote them.
+_assert_equal = functools.partial(assert_close, same_types=False)
 
 
 def _assert_bits(old, new, rows, what):
@@ -576,15 +560,6 @@ def mode(fun):
 
 def _nudged(tree):
     return jax.tree.map(lambda x: x * (1 + 1e-12 * jnp.cos(x)), tree)
-
-
-def _hangs_on_a_digit(nudged, want, tolerance):
-    """Return True if a change of 1e-12 changes the result, by a sign or a branch."""
-    try:
-        _assert_equal(nudged, want, tolerance, "")
-    except AssertionError:
-        return True
-    return False
 
 
 def _tolerance(chain):
@@ -652,8 +627,9 @@ def _lazy(chain, jit=jax.jit, is_finite=True, every=1):
         try:
             _assert_equal(new, want, tolerance, what)
         except AssertionError:
+            # A change of 1e-12 changes the result by a sign or a branch.
             nudged = theirs(_nudged(old[0]), old[1], _nudged(mean), rows)
-            if _hangs_on_a_digit(nudged, want, tolerance):
+            if not is_close(nudged, want, tolerance, same_types=False):
                 return "skipped"
             raise
     return "compared"
@@ -756,7 +732,7 @@ def check(chain, how="jitted"):
       "compared"; "refused", if a refusal is right; or "skipped", if optax refuses the
       chain, or its result depends on the last digits.
     """
-    with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    with precisely():
         try:
             params, dense = parameters(), gradients(0)[1]
             for tx in (build(chain), build(with_trees(chain))):

@@ -6,8 +6,8 @@ wrappers)` reads one of them by ids `(kind, dtype)`, inside of wrappers: loops,
 branches, rules of one's own, derivatives. `fuzz_programs` has programs of many steps on
 float64; this has every type, size, mode of ids and container.
 
-`check` runs a model by sparsejax and by JAX: what JAX accepts is accepted, with equal
-values, shapes and dtypes; what JAX refuses is refused.
+What JAX accepts is accepted, with equal values, shapes and dtypes; what JAX refuses is
+refused.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import sparsejax as sj
-from fuzz_programs import interpret
+from fuzz_modes import MODES, SECOND, Case, check as check_gradient, precisely, total_of
 from helpers import to_dense
 from sparsejax import _compat
 
@@ -586,13 +586,6 @@ def linearized(f, t, ids):
     return out + tangent(t)
 
 
-def total_of(x):
-    """A real scalar of an array of any type."""
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return total_of(x.real) + 0.5 * total_of(x.imag)
-    return jnp.sum(jnp.sin(jnp.nan_to_num(x.astype(jnp.float64))))
-
-
 # -- models ----------------------------------------------------------------------------
 
 
@@ -600,7 +593,7 @@ def build(model, safe=False):
     """The loss of a model, its parameters, and two batches of ids.
 
     With `safe`, no ids are out of range: there JAX's second derivatives contradict each
-    other, see `fuzz_programs.check`.
+    other, see `fuzz_modes.Case`.
     """
     holder, tables, uses = model
     count = 1 if holder == "one" else len(tables)
@@ -628,119 +621,10 @@ def build(model, safe=False):
     return loss, params, batches
 
 
-# -- how a gradient is taken -----------------------------------------------------------
-
-MODES: dict[str, Any] = {}
-
-
-def mode(fun):
-    MODES[fun.__name__] = fun
-    return fun
-
-
-@mode
-def traced(first, params, batches):
-    return interpret(first, params, batches[0])
-
-
-@mode
-def eager(first, params, batches):
-    return first(params, batches[0])
-
-
-@mode
-def compiled(first, params, batches):
-    return jax.jit(first)(params, batches[0])
-
-
-@mode
-def vmapped(first, params, batches):
-    both = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
-    return interpret(jax.vmap(first, (None, 0)), params, both)
-
-
-@mode
-def scanned(first, params, batches):
-    both = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
-    step = lambda c, batch: (c, first(params, batch))
-    return interpret(lambda both: lax.scan(step, 0, both)[1], both)
-
-
-@mode
-def hvp(first, params, batches):
-    run = lambda p: first(p, batches[0])
-    return interpret(lambda p: jax.jvp(run, (p,), (jax.tree.map(jnp.cos, p),)), params)
-
-
-def _norm(first, batch):
-    leaves = lambda p: jax.tree.leaves(first(p, batch)[1])
-    return lambda p: sum(map(total_of, leaves(p)), jnp.zeros((), jnp.float64))
-
-
-@mode
-def second_order(first, params, batches):
-    return interpret(jax.grad(_norm(first, batches[0])), params)
-
-
-@mode
-def jacobian(first, params, batches):
-    return interpret(jax.jacrev(lambda p: first(p, batches[0])[1]), params)
-
-
-SECOND = "hvp", "second_order", "jacobian"
-TOLERANCE = {"bf16": 0.1, "bfloat16": 0.1, "f16": 0.02, "f32": 1e-4, "c64": 1e-4}
-
-
 def check(model, how="traced"):
-    """Raises if sparsejax and JAX differ on a model.
-
-    Returns:
-      "compared", or "refused", if both refuse it.
-    """
-    required = how == "required"
-    run = MODES["traced" if required else how]
-    with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        loss, params, batches = build(model, how in SECOND)
-
-        def first(value_and_grad, **options):
-            both = value_and_grad(loss, **options)
-            return lambda params, batch: to_dense(both(params, batch))
-
-        try:
-            program = str(jax.make_jaxpr(first(jax.value_and_grad))(params, batches[0]))
-            want = run(first(jax.value_and_grad), params, batches)
-        except Exception as error:
-            refusal = error
-        else:
-            refusal = None
-        if refusal is not None:
-            try:
-                run(first(sj.value_and_grad), params, batches)
-            except (type(refusal), TypeError, ValueError, IndexError):
-                return "refused"
-            raise AssertionError(f"JAX refused: {refusal}")
-        if required:
-            try:
-                found = run(first(sj.value_and_grad, tables=True), params, batches)
-            except sj.DensifyError:
-                return "dense"
-        else:
-            found = run(first(sj.value_and_grad), params, batches)
-        narrow = [t for name, t in TOLERANCE.items() if f"{name}[" in program]
-        _assert_equal(found, want, max([1e-9, *narrow]))
-    return "compared"
-
-
-def _assert_equal(found, want, tolerance):
-    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want))
-    assert jax.tree.structure(found) == jax.tree.structure(want)
-    for (path, a), b in pairs:
-        a, b, where = np.asarray(a), np.asarray(b), jax.tree_util.keystr(path)
-        assert (a.shape, a.dtype) == (b.shape, b.dtype), where
-        wide = np.complex128 if a.dtype.kind == "c" else np.float64
-        a, b = a.astype(wide), b.astype(wide)
-        scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale, err_msg=where)
+    """Raises if sparsejax and JAX differ on a model; see `fuzz_modes.check`."""
+    with precisely():
+        return check_gradient(Case(*build(model, how in SECOND), refusals=True), how)
 
 
 # -- hypothesis ------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 An expression is data: a tuple `(name, *operands)` or `(name, number)`. Its value is
 `[N, D]` or a number, and the loss is the sum of it.
 
-`check` takes the gradient by sparsejax and by JAX, in float64; at times also a
-derivative of the gradient, forwards and backwards.
+`check` takes the gradient by sparsejax and by JAX, in float64; at times a derivative of
+the gradient, forwards or backwards.
 """
 
 import jax
@@ -13,8 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import sparsejax as sj
-from helpers import assert_trees_close, to_dense
-from sparsejax import _compat
+from fuzz_modes import Case, check as check_gradient, precisely
 
 
 V, D, N = 200, 4, 6
@@ -43,9 +42,7 @@ _FUNCTIONS = {
     "product": lambda x, y: x * y,
     "squared_times": lambda x, y: x * x * y,
     "quotient": lambda x, y: x / (2 + y**2),
-    "dots": lambda x, y: _full(
-        jnp.einsum("bd,bd->b", _full(x), _full(y))[:, None],
-    ),
+    "dots": lambda x, y: _full(jnp.einsum("bd,bd->b", _full(x), _full(y))[:, None]),
 }
 _BINARY = "sum difference product squared_times quotient dots".split()
 _UNARY = sorted({*_FUNCTIONS} - {*_BINARY})
@@ -71,39 +68,11 @@ def _params():
     return {k: jnp.asarray(rng.standard_normal(s)) for k, s in shapes.items()}
 
 
-def _first_order(value_and_grad, loss, params):
-    value, grads = value_and_grad(loss)(params)
-    return value, to_dense(grads)
-
-
-def _second_order(value_and_grad, loss, params):
-    grad = lambda p: to_dense(value_and_grad(loss)(p)[1])
-    moved = jax.tree.map(jnp.cos, params)
-    total = lambda p: sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(grad(p)))
-    return jax.jvp(grad, (params,), (moved,)), jax.grad(total)(params)
-
-
-MODES = {
-    "eager": _first_order,
-    "jitted": lambda vg, loss, params: jax.jit(
-        lambda params: _first_order(vg, loss, params)
-    )(params),
-    "second_order": _second_order,
-}
-
-
-def check(expression, how="jitted"):
-    """Raises if sparsejax and JAX differ; else returns "compared"."""
-    loss = lambda p: jnp.sum(_value(expression, p)) * 1.0
-    with (
-        _compat.enable_x64(True),
-        jax.numpy_dtype_promotion("standard"),
-    ):
-        want = MODES[how](jax.value_and_grad, loss, _params())
-        found = MODES[how](sj.value_and_grad, loss, _params())
-        scale = max(1.0, *(float(jnp.abs(x).max()) for x in jax.tree.leaves(want)))
-        assert_trees_close(found, want, rtol=1e-9, atol=1e-9 * scale)
-    return "compared"
+def check(expression, how="compiled"):
+    """Raises if sparsejax and JAX differ; see `fuzz_modes.check`."""
+    loss = lambda params, batch: jnp.sum(_value(expression, params)) * 1.0
+    with precisely():
+        return check_gradient(Case(loss, _params()), how)
 
 
 _index = st.integers(0, 4)
@@ -122,4 +91,5 @@ _expressions = st.recursive(
     ),
     max_leaves=6,
 )
-cases = st.tuples(_expressions, st.sampled_from(sorted(MODES)))
+modes = st.sampled_from(["eager", "compiled", "hvp", "second_order"])
+cases = st.tuples(_expressions, modes)

@@ -22,10 +22,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import sparsejax as sj
-from evaluate import evaluate
+from fuzz_modes import MODES, SECOND, Case, check as check_gradient, precisely
 from helpers import to_dense
 from programs import half, twice
-from sparsejax import _compat
 
 
 # The heights, and the parts of V as a stack of K tables, are lengths of nothing else.
@@ -476,156 +475,40 @@ def summary(env):
 def loss_of(program):
     """The function that a program is, of `arguments()`."""
 
-    def loss(t, u, w, s, x, ids, far):
-        values = [u, x, s, w, t]
+    def loss(params, batch):
+        t, u, w, s, x = (params[name] for name in "tuwsx")
+        values, (ids, far) = [u, x, s, w, t], batch
         return summary(run(Env(values, ids, far, len(values)), program))
 
     return loss
 
 
-def arguments(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 5)
+def arguments():
+    """Parameters and two batches `(ids, far)`."""
+    keys = jax.random.split(jax.random.key(0), 5)
     shapes = (V, D), (W, 2, 3), (D,), (B,), (N, D)
     floats = [jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, shapes)]
-    ids = jnp.array([11, 3, 11], jnp.int32) + seed
-    return *floats, ids, jnp.array([-1, 60, 7], jnp.int32) - 3 * seed
+    ids, far = jnp.array([11, 3, 11], jnp.int32), jnp.array([-1, 60, 7], jnp.int32)
+    return dict(zip("tuwsx", floats)), ((ids, far), (ids + 1, far - 3))
 
 
-ARGNUMS = (0, 1, 2, 3, 4)
-
-
-# -- how a gradient is taken -----------------------------------------------------------
-
-MODES: dict[str, Any] = {}
-
-
-def mode(fun):
-    MODES[fun.__name__] = fun
-    return fun
-
-
-def interpret(fun, *args):
-    """`fun` traced as under jit; its operations run one by one, see `evaluate.py`."""
-    jaxpr, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-    found = evaluate(jaxpr, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(out), found)
-
-
-@mode
-def traced(value_and_grad, loss):
-    return interpret(
-        lambda *args: to_dense(value_and_grad(loss, ARGNUMS)(*args)), *arguments()
-    )
-
-
-@mode
-def eager(value_and_grad, loss):
-    return to_dense(value_and_grad(loss, ARGNUMS)(*arguments()))
-
-
-@mode
-def jitted(value_and_grad, loss):
-    run = jax.jit(lambda *args: to_dense(value_and_grad(loss, ARGNUMS)(*args)))
-    return run(*arguments())
-
-
-@mode
-def stack_as_a_parameter(value_and_grad, loss):
-    """The first table is a parameter `[K, L, D]` that holds the rows of K tables."""
-    t, *others = arguments()
-    flat = lambda t, *others: loss(t.reshape(V, D), *others)
-    run = lambda *args: to_dense(value_and_grad(flat, ARGNUMS)(*args))
-    return interpret(run, t.reshape(K, L, D), *others)
-
-
-@mode
-def vmapped(value_and_grad, loss):
-    args = jax.tree.map(lambda *xs: jnp.stack(xs), arguments(0), arguments(1))
-    one = lambda *args: to_dense(value_and_grad(loss, ARGNUMS)(*args))
-    return interpret(jax.vmap(one), *args)
-
-
-@mode
-def second_order(value_and_grad, loss, gradient=jax.grad):
-    def norm(*args):
-        _, grads = value_and_grad(loss, ARGNUMS)(*args)
-        leaves = jax.tree.leaves(to_dense(grads))
-        return sum(jnp.sum(jnp.sin(g)) for g in leaves)
-
-    # Few rows are out of range, since JAX is inconsistent there: see `check`.
-    *floats, ids, _ = arguments()
-    return interpret(gradient(norm, ARGNUMS), *floats, ids % K, ids % 3)
-
-
-@mode
-def forward_over_reverse(value_and_grad, loss):
-    args = arguments()
-
-    def grads(*floats):
-        run = value_and_grad(loss, ARGNUMS)
-        return to_dense(run(*floats, *args[5:])[1])
-
-    tangents = jax.tree.map(jnp.sin, args[:5])
-    return interpret(lambda *xs: jax.jvp(grads, xs, tangents), *args[:5])
-
-
-@mode
-def required(value_and_grad, loss):
-    """`tables=` gives a sparse gradient, or an error with the reason."""
-    if value_and_grad is sj.value_and_grad:
-        tables = (True, True, False, False, False)
-        try:
-            value, grads = value_and_grad(loss, ARGNUMS, tables=tables)(*arguments())
-        except sj.DensifyError:
-            return None
-        assert all(isinstance(g, sj.SelectedRows) for g in grads[:2])
-        return to_dense((value, grads))
-    return value_and_grad(loss, ARGNUMS)(*arguments())
+STACK = "stack_as_a_parameter"  # the first table is `[K, L, D]`
 
 
 def check(program, how="eager"):
-    """Raises if sparsejax and JAX differ on a program.
-
-    Returns:
-      "compared"; "refused", if it was, and may be; or "skipped", if JAX itself does not
-      take the program.
-    """
-    with _compat.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        loss = loss_of(program)
-        try:
-            want = MODES[how](jax.value_and_grad, loss)
-        except DoesNotFit:
-            raise
-        except Exception:
-            return "skipped"
-        found = MODES[how](sj.value_and_grad, loss)
-        if found is None:
-            return "refused"
-        if not _equal(found, want, 1e-9):
-            if how == "second_order":
-                # JAX's gather drops the cotangent of a row out of range, but its
-                # tangent, and the transpose of the former, read the nearest row.
-                forward = second_order(jax.value_and_grad, loss, jax.jacfwd)
-                if not _equal(forward, want, 1e-4):
-                    return "skipped"
-            is_wide = "float32" not in str(jax.make_jaxpr(loss)(*arguments()))
-            _assert_equal(found, want, 1e-9 if is_wide else 1e-4)
-    return "compared"
-
-
-def _assert_equal(found, want, tolerance):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        scale = np.max(np.abs(b), initial=1e-3, where=np.isfinite(b))
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * scale)
-
-
-def _equal(found, want, tolerance):
-    try:
-        _assert_equal(found, want, tolerance)
-    except AssertionError:
-        return False
-    return True
+    """Raises if sparsejax and JAX differ on a program; see `fuzz_modes.check`."""
+    with precisely():
+        loss, (params, batches) = loss_of(program), arguments()
+        tables = {"t": True, "u": True, "w": False, "s": False, "x": False}
+        if how == STACK:
+            flat = lambda params, batch, loss=loss: loss(
+                params | {"t": params["t"].reshape(V, D)}, batch
+            )
+            loss, params["t"] = flat, params["t"].reshape(K, L, D)
+        if how in SECOND:  # few rows are out of range: see `Case`
+            batches = tuple((ids % K, ids % 3) for ids, _ in batches)
+        case = Case(loss, params, batches, tables, forwards=True)
+        return check_gradient(case, how)
 
 
 # -- hypothesis ------------------------------------------------------------------------
@@ -647,5 +530,5 @@ def _with_body(body):
 
 _steps = st.one_of(_plain(), _with_body(_with_body(_plain())), _with_body(_plain()))
 programs = st.lists(_steps, min_size=1, max_size=6).map(tuple)
-modes = st.sampled_from(["traced"] * 12 + sorted(MODES))
+modes = st.sampled_from(["traced"] * 12 + ["required", STACK] + sorted(MODES))
 cases = st.tuples(programs, modes)

@@ -322,8 +322,7 @@ MODES = {
     "jitted": jax.jit,
     "vmapped": lambda f: (
         lambda *gs: jax.tree.map(
-            lambda x: x[1],
-            jax.vmap(f)(*(jax.tree.map(_pair, g) for g in gs)),
+            lambda x: x[1], jax.vmap(f)(*(jax.tree.map(_pair, g) for g in gs))
         )
     ),
 }
