@@ -32,12 +32,12 @@ ELEMENTWISE = (
     )
 )
 
-# Reads of rows by ids; and what reads or writes rows of a table, or renames it.
-READS_BY_ID = frozenset("gather read_rows bag_sum bags_with".split())
-OF_ROWS = READS_BY_ID | frozenset(
-    "copy copy_p dynamic_slice dynamic_update_slice merge_rows name "
-    "optimization_barrier order_after pcast pvary reshape reshard scatter "
-    "scatter-add sharding_constraint slice squeeze stop_gradient update_rows".split()
+# Read or write rows of a table, or rename it.
+OF_ROWS = frozenset(
+    "bag_sum bags_with copy copy_p dynamic_slice dynamic_update_slice gather "
+    "merge_rows name optimization_barrier order_after pcast pvary read_rows reshape "
+    "reshard scatter scatter-add sharding_constraint slice squeeze stop_gradient "
+    "update_rows".split()
 )
 
 # Calls of a program with the inputs of the equation, and the parameter that has it.

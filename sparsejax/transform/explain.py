@@ -102,15 +102,12 @@ class Explanation:
 
     def __repr__(self) -> str:
         advice = [f"{k}. {text}" for k, text in enumerate(self.advice, 1)]
-        alone, groups = _group(self.leaves)
-        head = "leaf", "shape", "gradient", "rows read", "where, or why not"
-        lines = [line for leaf in alone for line in _lines(leaf)]
-        table = [show_table([head, *lines])] * bool(lines) + groups
+        table = list(_table(self.leaves))
         if not self.name:
             return "\n".join([*table, *advice])
-        told = "this costs more than the rows read:"
+        head = "this costs more than the rows read:"
         if not advice:
-            told = (
+            head = (
                 "each table with a sparse gradient is updated in place, at the cost of "
                 "the rows read."
             )
@@ -119,18 +116,41 @@ class Explanation:
             f"{_size(self.donated_bytes)} are donated",
             f"temporaries: {_size(self.temporary_bytes)}",
         ]
-        if sparse := [leaf for leaf in self.leaves if leaf.sparse]:
-            largest = max(sparse, key=lambda leaf: leaf.num_bytes)
-            memory[-1] += f"; the largest table: {_size(largest.num_bytes)}"
+        if tables := [leaf.num_bytes for leaf in self.leaves if leaf.sparse]:
+            memory[-1] += f"; the largest table: {_size(max(tables))}"
         if cpu._maps_anew(self.temporary_bytes or 0):
             memory.append(
                 "The temporaries are in new pages in each call, 1 ms for 4 MB: call "
                 "sparsejax.cpu.keep_freed_pages() first in the program."
             )
-        return "\n".join([f"{self.name}: {told}", *advice, *table, *memory])
+        return "\n".join([f"{self.name}: {head}", *advice, *table, *memory])
 
 
 # -- how it prints ---------------------------------------------------------------------
+
+
+def _table(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
+    """Yields a table of leaves, and lines for groups of leaves that are no tables.
+
+    A group has three leaves or more, not read by rows, with the same reason.
+    """
+    groups = collections.defaultdict(list)
+    for leaf in leaves:
+        if not leaf.sparse and not leaf.reads:
+            primitives = dict.fromkeys(re.findall(r"`(\w+)` at", leaf.reason))
+            groups[", ".join(primitives) or leaf.reason].append(leaf)
+    groups = {reason: group for reason, group in groups.items() if len(group) > 2}
+    grouped = {leaf for group in groups.values() for leaf in group}
+    lines = [line for leaf in leaves if leaf not in grouped for line in _lines(leaf)]
+    if lines:
+        head = "leaf", "shape", "gradient", "rows read", "where, or why not"
+        yield show_table([head, *lines])
+    for reason, group in groups.items():
+        largest = max(group, key=lambda leaf: math.prod(leaf.shape))
+        yield (
+            f"{len(group)} parameters are not tables: {reason} "
+            f"(the largest is {largest.name}, {largest.spec})"
+        )
 
 
 def _lines(leaf: LeafExplanation) -> list[tuple[str, ...]]:
@@ -148,37 +168,8 @@ def _lines(leaf: LeafExplanation) -> list[tuple[str, ...]]:
         notes.append(f"{count}: {', '.join(some)}{f' and {more} more' * (more > 0)}")
     kind = "sparse" if leaf.sparse else "dense"
     share = f"{leaf.rows_read}" if leaf.reads or leaf.sparse else "-"
-    blank = ("",) * 4
-    return [
-        (leaf.name, leaf.spec, kind, share, notes[0]),
-        *((*blank, note) for note in notes[1:]),
-    ]
-
-
-def _group(
-    leaves: Sequence[LeafExplanation],
-) -> tuple[list[LeafExplanation], list[str]]:
-    """Splits leaves into those with a line each, and lines of groups.
-
-    A leaf that is not read by rows is not a table. Three or more with the same reason
-    are a group.
-    """
-    groups: dict[str, list[LeafExplanation]] = {}
-    for leaf in leaves:
-        if not leaf.sparse and not leaf.reads:
-            names = dict.fromkeys(re.findall(r"`(\w+)` at", leaf.reason))
-            groups.setdefault(", ".join(names) or leaf.reason, []).append(leaf)
-    lines = []
-    grouped: set[int] = set()
-    for reason, group in groups.items():
-        if len(group) > 2:
-            grouped |= set(map(id, group))
-            large = max(group, key=lambda leaf: math.prod(leaf.shape))
-            lines.append(
-                f"{len(group)} parameters are not tables: {reason} "
-                f"(the largest is {large.name}, {large.spec})"
-            )
-    return [leaf for leaf in leaves if id(leaf) not in grouped], lines
+    first = leaf.name, leaf.spec, kind, share, notes[0]
+    return [first, *(("",) * 4 + (note,) for note in notes[1:])]
 
 
 def _size(count: float | None) -> str:
@@ -192,8 +183,9 @@ def _size(count: float | None) -> str:
 
 def _names(leaves: Sequence[LeafExplanation]) -> str:
     names = list(dict.fromkeys(leaf.name for leaf in leaves))
-    names = names if len(names) < 4 else [*names[:2], f"{len(names) - 2} more"]
-    return " and ".join([", ".join(names[:-1])] * (len(names) > 1) + [names[-1]])
+    if len(names) > 3:
+        names = [*names[:2], f"{len(names) - 2} more"]
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 # -- explain ---------------------------------------------------------------------------
@@ -257,9 +249,7 @@ def explain(
         may_be_step = numbers == 0 and not has_aux and tables is None
         jitted, before = _jitted(fun)
         if may_be_step and jitted is not None:
-            if not (args and before and args[0] is before[0]):  # self is passed
-                args = *before, *args
-            if explanation := _explain_step(jitted, args, kwargs):
+            if explanation := _explain_step(jitted, (*before, *args), kwargs):
                 return explanation
         seen = Observed()
         try:
@@ -384,11 +374,9 @@ def _explain_step(fun: Any, args: Sequence[Any], kwargs: Any) -> Explanation | N
         jaxpr = trace_flat(fun, args, kwargs).jaxpr
     leaves = tuple(_of_leaf(leaf, seen) for leaf in seen.leaves)
     arguments = jax.tree.leaves(lowered.args_info)
-    equations = list(_equations(_compat.open_jaxpr(jaxpr)[0]))
-    if leaves:
-        advice = _advice(leaves, arguments, equations, lowered, compiled.as_text())
-    else:
-        advice = _of_another_gradient(arguments, equations)
+    jaxpr, text = _compat.open_jaxpr(jaxpr)[0], compiled.as_text()
+    returned = jax.tree.leaves(lowered.out_info)
+    advice = _advice(leaves, arguments, returned, jaxpr, text)
     name = getattr(fun, "__name__", "")
     return Explanation(
         leaves,
@@ -408,8 +396,8 @@ def _num_bytes(x: Any) -> int:
 def _advice(
     leaves: Sequence[LeafExplanation],
     arguments: Sequence[Any],
-    equations: Sequence[tuple[Any, str | None]],
-    lowered: Any,
+    returned: Sequence[Any],
+    jaxpr: Any,
     text: str,
 ) -> Iterator[str]:
     """Yields what costs more than the rows read, and what to do; the dearest first.
@@ -417,20 +405,27 @@ def _advice(
     Args:
       leaves: the leaves that are differentiated.
       arguments: shape, dtype, `donated` of each.
-      equations: of the step's jaxpr.
-      lowered: the lowered step.
+      returned: shape and dtype of each result.
+      jaxpr: of the step.
       text: of the compiled step.
     """
+    if not leaves:
+        yield (
+            "The step does not call sparsejax.value_and_grad, so it has no sparse "
+            "gradient. Call it in place of jax.value_and_grad, and put "
+            "sparsejax.optim.lazy around the optax transformation."
+        )
+        return
     sparse = [leaf for leaf in leaves if leaf.sparse]
     spec = lambda x: (tuple(x.shape), str(x.dtype))
-    returned = set(map(spec, jax.tree.leaves(lowered.out_info)))
-    if kept := [x for x in sparse if spec(x) not in returned and x.rows_read]:
+    specs = set(map(spec, returned))
+    if kept := [x for x in sparse if spec(x) not in specs and x.rows_read]:
         yield (
             f"{_names(kept)} is not updated in this function. Update it in the same "
             "jitted function as the gradient: outside of jit an update copies a table."
         )
     heights = {x.shape[:1] for x in sparse}
-    is_lost = lambda x: x.shape[:1] in heights and spec(x) in returned
+    is_lost = lambda x: x.shape[:1] in heights and spec(x) in specs
     if lost := [x for x in arguments if not x.donated and is_lost(x)]:
         tables = [x for x in sparse if x.shape[:1] in {y.shape[:1] for y in lost}]
         yield (
@@ -441,7 +436,14 @@ def _advice(
             "nnx.jit, donate= of eqx.filter_jit)."
         )
     yield from _dense_tables(leaves)
-    yield from _largest_dense(leaves)
+    cost = lambda x: x.num_bytes * (x.rows_read / max(1, x.height) if x.sparse else 1)
+    largest = max(leaves, key=cost)
+    is_most = cost(largest) > max(1e6, sum(map(cost, leaves)) / 2)
+    if sparse and not largest.sparse and is_most:
+        yield (
+            f"{largest.name} of {_size(largest.num_bytes)} has a dense gradient "
+            f"({largest.reason}), and is most of what the step moves."
+        )
     # A dense gradient of the same shape, or its transpose, goes through all rows.
     dense = {tuple(sorted(x.shape)) for x in leaves if not x.sparse}
     for shape in sorted({x.shape for x in sparse}):
@@ -449,7 +451,7 @@ def _advice(
             continue
         names = _names([x for x in sparse if x.shape == shape])
         dims = ",".join(map(str, shape))
-        if lines := list(dict.fromkeys(_whole_uses(equations, shape))):
+        if lines := list(dict.fromkeys(_whole_uses(jaxpr, shape))):
             way_out = (
                 "Update with sparsejax.optim.lazy(tx), without to_dense(). Put a "
                 "projection of rows into the chain inside lazy. Compute what you log "
@@ -470,71 +472,17 @@ def _advice(
             )
 
 
-def _of_another_gradient(
-    arguments: Sequence[Any], equations: Sequence[tuple[Any, str | None]]
-) -> Iterator[str]:
-    """Yields advice for a step that does not call `value_and_grad` of sparsejax."""
-    read = {
-        e.invars[0].aval.shape
-        for e, _ in equations
-        if e.primitive.name in _primitives.READS_BY_ID
-    }
-    shapes = {
-        str(x.shape): None
-        for x in arguments
-        if x.shape in read and x.shape[1:] and jnp.issubdtype(x.dtype, jnp.floating)
-    }
-    if not shapes:
-        yield (
-            "No parameter is read by rows, so the step has no table. Read tables with "
-            "table[ids] or sparsejax.lookup, and return the new parameters."
-        )
-        return
-    yield (
-        f"Parameters of shape {', '.join(shapes)} are read by rows, and the gradient "
-        "is dense, since the step does not call sparsejax.value_and_grad. Call it in "
-        "place of jax.value_and_grad, and put sparsejax.optim.lazy around the optax "
-        "transformation."
-    )
-
-
-def _largest_dense(leaves: Sequence[LeafExplanation]) -> Iterator[str]:
-    """Yields the dense leaf that is most of what a step with sparse ones moves."""
-    cost = lambda x: x.num_bytes * (x.rows_read / max(1, x.height) if x.sparse else 1)
-    largest = max(leaves, key=cost)
-    if any(x.sparse for x in leaves) and not largest.sparse:
-        if cost(largest) > max(1e6, sum(map(cost, leaves)) / 2):
-            yield (
-                f"{largest.name} of {_size(largest.num_bytes)} has a dense gradient "
-                f"({largest.reason}), and is most of what the step moves."
-            )
-
-
-# -- the program -----------------------------------------------------------------------
-
-
-def _equations(
-    jaxpr: Any, enclosing: str | None = None
-) -> Iterator[tuple[Any, str | None]]:
-    """Yields the equations of a program and those inside, with the line around each."""
-    for eqn in jaxpr.eqns:
-        bodies = _primitives.bodies(eqn)
-        if not bodies:
-            yield eqn, enclosing
-        for body in bodies:
-            inner, _ = _compat.open_jaxpr(body)
-            yield from _equations(inner, _compat.user_line(eqn, enclosing))
-
-
 def _whole_uses(
-    equations: Sequence[tuple[Any, str | None]], shape: tuple[int, ...]
+    jaxpr: Any, shape: tuple[int, ...], enclosing: str | None = None
 ) -> Iterator[str]:
     """Yields the equations that take or make a whole array of a table's shape."""
-    for eqn, enclosing in equations:
-        variables = [*eqn.invars, *eqn.outvars]
-        if eqn.primitive.name not in _primitives.OF_ROWS and any(
-            getattr(v.aval, "shape", None) == shape
-            and jnp.issubdtype(v.aval.dtype, jnp.inexact)
-            for v in variables
-        ):
-            yield f"`{eqn.primitive.name}` at {_compat.user_line(eqn, enclosing)}"
+    for eqn in jaxpr.eqns:
+        bodies, name = _primitives.bodies(eqn), eqn.primitive.name
+        for body in bodies:
+            inner, _ = _compat.open_jaxpr(body)
+            yield from _whole_uses(inner, shape, _compat.user_line(eqn, enclosing))
+        if not bodies and name not in _primitives.OF_ROWS:
+            avals = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+            arrays = [x for x in avals if getattr(x, "shape", None) == shape]
+            if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+                yield f"`{name}` at {_compat.user_line(eqn, enclosing)}"

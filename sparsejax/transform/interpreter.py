@@ -87,9 +87,9 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
     whose row r is not row r of `ref.array` (`ref.has_all_rows` is False).
 
     Args:
-      *primitives: `jax.extend.core.Primitive` objects, or their names. If a primitive
-        has several rules, JAX's own included, the latest is called first; if it returns
-        `NotImplemented`, the one before it is called.
+      *primitives: `jax.extend.core.Primitive` objects, or their names. If several
+        rules have a name, those for JAX's primitives included, the latest is called
+        first; if it returns `NotImplemented`, the one before it is called.
       of_arrays: also call the rule for equations without a `TableRef`, in nested
         programs too. For a primitive that makes a view of any array, which its rule
         returns as `TableRef.of_array(x)`.
@@ -132,7 +132,7 @@ def register_rule(*primitives: Any, of_arrays: bool = False) -> Callable[[Rule],
 
 def has_rule(primitive: str) -> bool:
     """Returns True if a rule is registered for the primitive of that name."""
-    return bool(_RULES.named(primitive))
+    return bool(_RULES.find(primitive))
 
 
 # ------------------------------------------------------------------ reads
@@ -318,46 +318,28 @@ class RuleContext:
         Returns:
           `[*ids.shape, *ref.content]`.
         """
-        if ref.reader is not None:
-            return self._read_by(ref.reader, ref, ids, valid, drop)
-        shape = jnp.shape(ids)
-        height = ref.array.shape[0]
+        height = ref.array.shape[0] if ref.reader is None else ref.height
         ids = _arguments.as_ids(ids, height)
-        ids = indexing.reshape(ids, (ids.size,))
-        counts = indexing.in_range(ids, ref.height)
+        shape, counts = ids.shape, indexing.in_range(ids, ref.height)
         if valid is not None:
-            counts &= indexing.reshape(jnp.asarray(valid), (ids.size,))
-        if ref.first is not None:
-            last = _arguments.scalar(ref.height - 1, ids)
-            ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
-        rows = read_rows(ref.array, ids, fill=fill)
-        rows = ref.view(self.plant(ref, rows, ids, counts))
-        if drop:
-            rows = self._drop_cotangents(rows, counts)
+            counts &= jnp.reshape(valid, shape)
+        if ref.reader is not None:
+            rows = ref.reader.read(self, ref, ids, counts, drop)
+            if not ref.steps and not drop:
+                return rows
+            rows = indexing.merge_axes(rows, len(shape))
+        else:
+            ids, counts = (indexing.reshape(x, (x.size,)) for x in (ids, counts))
+            if ref.first is not None:
+                last = _arguments.scalar(ref.height - 1, ids)
+                ids = jnp.clip(ids, _arguments.scalar(0, ids), last) + ref.first
+            rows = read_rows(ref.array, ids, fill=fill)
+            rows = self.plant(ref, rows, ids, counts)
+        rows = ref.view(rows)
+        has_cotangents = self.reads.planting and any(self.live)
+        if drop and has_cotangents and jnp.issubdtype(rows.dtype, jnp.inexact):
+            rows = drop_cotangents(rows, counts.reshape(-1))
         return indexing.reshape(rows, shape + rows.shape[1:])
-
-    def _read_by(
-        self, reader: Any, ref: TableRef, ids: Any, valid: Any, drop: bool
-    ) -> jax.Array:
-        """Reads rows of a view with a reader."""
-        ids = _arguments.as_ids(ids, ref.height)
-        counts = indexing.in_range(ids, ref.height)
-        if valid is not None:
-            counts &= jnp.reshape(valid, ids.shape)
-        rows = reader.read(self, ref, ids, counts, drop)
-        if not ref.steps and not drop:
-            return rows
-        rows = ref.view(rows.reshape(ids.size, *rows.shape[ids.ndim :]))
-        if drop:
-            rows = self._drop_cotangents(rows, counts.reshape(-1))
-        return rows.reshape(*ids.shape, *rows.shape[1:])
-
-    def _drop_cotangents(self, rows: jax.Array, counts: jax.Array) -> jax.Array:
-        """Drops the cotangents of rows where `counts` is False."""
-        if not self.reads.planting or not any(self.live):
-            return rows
-        is_float = jnp.issubdtype(rows.dtype, jnp.inexact)
-        return drop_cotangents(rows, counts) if is_float else rows
 
     def combine(
         self,
@@ -480,14 +462,10 @@ class RuleContext:
         an ordinary parameter.
         """
         refs = [x for x in inputs if isinstance(x, TableRef)]
-        if not refs:
-            return list(inputs)
         kept = max(refs, key=lambda ref: ref.height).index
+        is_kept = lambda x: isinstance(x, TableRef) and x.index == kept
         why = "combines it with all rows of a table"
-        return [
-            self.dense(x, why) if isinstance(x, TableRef) and x.index != kept else x
-            for x in inputs
-        ]
+        return [x if is_kept(x) else self.dense(x, why) for x in inputs]
 
     def walk(
         self,
@@ -617,7 +595,7 @@ def _apply_rule(ctx: RuleContext, inputs: list[Any]) -> list[Any]:
     eqn = ctx.eqn
     name = eqn.primitive.name
     before = len(ctx.reads.sites)
-    for rule in _RULES.find(eqn.primitive):
+    for rule in _RULES.find(name):
         outputs = rule(ctx, *inputs, **eqn.params)
         if outputs is not NotImplemented:
             break

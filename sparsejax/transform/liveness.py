@@ -20,43 +20,24 @@ from sparsejax import _compat
 
 
 class Registry:
-    """Entries for primitives; the latest comes first.
-
-    An entry for a primitive and one for its name are in one order: a rule for "gather"
-    must come before the rule that is registered for JAX's `gather_p`.
-    """
+    """Functions by the name of a primitive; the latest comes first."""
 
     def __init__(self):
-        self._entries: dict[str, list[tuple[Any, Any]]] = {}
+        self._entries: dict[str, list[Any]] = {}
 
     def add(self, primitive: Any, entry: Any) -> None:
-        """Registers a function for a primitive, or for all primitives of that name.
+        """Registers a function for a primitive, or for a name.
 
         It replaces a function of the same module and name, so that a cell of a notebook
         can be run again.
         """
-        entries = self._entries.setdefault(_name_of(primitive), [])
-        same = lambda key, old: key == primitive and _id_of(old) == _id_of(entry)
-        entries[:] = [(primitive, entry), *(e for e in entries if not same(*e))]
+        entries = self._entries.setdefault(getattr(primitive, "name", primitive), [])
+        name_of = lambda f: (getattr(f, "__module__", 0), getattr(f, "__qualname__", f))
+        entries[:] = [entry, *(e for e in entries if name_of(e) != name_of(entry))]
 
-    def find(self, primitive: Any) -> Sequence[Any]:
-        """Returns the functions for a primitive, the latest first."""
-        entries = self._entries.get(primitive.name, ())
-        return [e for key, e in entries if key is primitive or isinstance(key, str)]
-
-    def named(self, name: str) -> Sequence[Any]:
-        """Returns the functions for all primitives of that name."""
-        return [entry for _, entry in self._entries.get(name, ())]
-
-
-def _name_of(primitive: Any) -> str:
-    return primitive if isinstance(primitive, str) else primitive.name
-
-
-def _id_of(function: Any) -> tuple[Any, Any]:
-    return getattr(function, "__module__", None), getattr(
-        function, "__qualname__", function
-    )
+    def find(self, name: str) -> Sequence[Any]:
+        """Returns the functions for primitives of that name, the latest first."""
+        return self._entries.get(name, ())
 
 
 # -- flows
@@ -119,26 +100,22 @@ class Liveness:
 
     def _walk(self, jaxpr: Any, out: Sequence[bool]) -> set[Any]:
         pairs = zip(jaxpr.outvars, out)
-        live = {v for v, is_live in pairs if is_live and self._can_be_live(v)}
+        live = {v for v, is_live in pairs if is_live and _can_be_live(v)}
         for eqn in reversed(jaxpr.eqns):
             outs = tuple(v in live for v in eqn.outvars)
             if any(_compat.is_ref_type(v.aval) for v in (*eqn.invars, *eqn.outvars)):
                 outs = (True,) * len(outs)  # later equations may read the reference
             elif not any(outs):
                 continue
-            for v, is_live in zip(eqn.invars, self._flow(eqn, outs)):
-                if is_live and self._can_be_live(v):
-                    live.add(v)
+            flows = _FLOWS.find(eqn.primitive.name)
+            ins = flows[0](self, eqn, outs) if flows else (True,) * len(eqn.invars)
+            pairs = zip(eqn.invars, ins)
+            live |= {v for v, is_live in pairs if is_live and _can_be_live(v)}
         return live
 
-    def _flow(self, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
-        """Returns True for each input of an equation that is live."""
-        for flow in _FLOWS.find(eqn.primitive):
-            return flow(self, eqn, out)
-        return (True,) * len(eqn.invars)
 
-    def _can_be_live(self, v: Any) -> bool:
-        if isinstance(v, _compat.Literal):
-            return False
-        dtype = getattr(v.aval, "dtype", None)
-        return dtype is None or jnp.issubdtype(dtype, jnp.inexact)
+def _can_be_live(v: Any) -> bool:
+    if isinstance(v, _compat.Literal):
+        return False
+    dtype = getattr(v.aval, "dtype", None)
+    return dtype is None or jnp.issubdtype(dtype, jnp.inexact)

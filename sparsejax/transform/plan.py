@@ -179,19 +179,13 @@ def _try_stacks(plan: Plan, tried: Sequence[Leaf]) -> Plan:
         leaf.stacked = True
     stacks = collect(plan.call, plan.tables, plan.run.liveness)
     for leaf, (was_dense, was_read) in zip(tried, before):
-        less = was_dense or (not leaf.dense and _reads_less(leaf, was_read))
-        leaf.stacked = bool(less)
+        # Reads of the stack must touch fewer numbers than reads of the first axis.
+        width = was_read * jnp.shape(leaf.value)[1]
+        is_less = not leaf.dense and _arguments.may_exceed(width, leaf.rows_read)
+        leaf.stacked = bool(was_dense) or is_less
     if all(leaf.stacked for leaf in tried):
         return stacks
     return collect(plan.call, plan.tables, plan.run.liveness)
-
-
-def _reads_less(leaf: Leaf, rows_of_axis_0: Any) -> bool:
-    """Returns True if reads of the stack touch fewer numbers than reads of axis 0."""
-    try:
-        return leaf.rows_read < rows_of_axis_0 * jnp.shape(leaf.value)[1]
-    except _compat.InconclusiveDimensionOperation:  # a symbolic shape, in an export
-        return True
 
 
 def _may_be_table(leaf: Leaf, strict: bool) -> bool:

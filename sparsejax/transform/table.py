@@ -102,8 +102,8 @@ class TableRef:
       first: the first of the table's rows that the view has, an integer scalar; None
         if it has all of them. A table of a stack is such a view.
       reader: a `RowReader`, if row r of the view is not row r of `array`; else None.
-      mesh: the mesh of the table, if the program reads it on one whose axes have other
-        types, such as Auto instead of Explicit; else None.
+      mesh: the mesh of the table, if `array` is on a mesh with other types of axes,
+        such as Auto instead of Explicit; else None.
 
     Example:
       >>> import jax.numpy as jnp

@@ -249,8 +249,11 @@ def check_fun(
             "come in a second call, as in sparsejax.grad(loss_fn)(params, batch)."
         )
     several = isinstance(argnums, (tuple, list, range))
+    numbers = tuple(argnums) if several else (argnums,)
     try:
-        numbers = tuple(map(_as_number, argnums if several else (argnums,)))
+        if any(isinstance(i, (bool, np.bool_)) for i in numbers):
+            raise TypeError
+        numbers = tuple(map(operator.index, numbers))
     except TypeError:
         raise TypeError(
             "argnums must be an int or a tuple of ints, got "
@@ -262,12 +265,6 @@ def check_fun(
             f"has_aux must be True or False, got {_arguments.show(has_aux)}."
         )
     return numbers if several else numbers[0]
-
-
-def _as_number(x: Any) -> int:
-    if isinstance(x, (bool, np.bool_)):
-        raise TypeError
-    return operator.index(x)
 
 
 def _check_argnums(argnums: int | tuple[int, ...], count: int) -> tuple[int, ...]:

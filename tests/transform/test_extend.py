@@ -168,7 +168,7 @@ def test_a_function_of_the_same_name_in_another_module_stays():
     assert ours.__qualname__ == theirs.__qualname__
     registry.add("sin", theirs)
     registry.add("sin", ours)
-    assert registry.named("sin") == [ours, theirs]
+    assert registry.find("sin") == [ours, theirs]
 
 
 def test_a_flow_by_name_comes_before_jaxs_own():

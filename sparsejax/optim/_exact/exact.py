@@ -33,7 +33,7 @@ from sparsejax.optim._exact import catch_up as _catch_up
 from sparsejax.optim._exact.catch_up import Table
 from sparsejax.optim._exact.plan import Plan, not_exact, planner
 from sparsejax.optim._lazy import gather_scatter, separability, state_sharding
-from sparsejax.optim._lazy.step import Step
+from sparsejax.optim._lazy.lazy import Step
 
 
 class ExactState(NamedTuple):
@@ -164,8 +164,13 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         checks.require_params(params, "it moves weights without a gradient")
         state_sharding.check_not_sharded(updates)
         args = Step.of(updates, state, params)
-        if not args.tables:
-            checks.check_order(params)
+        for i, (stack, _) in args.stacks.items():
+            raise ValueError(
+                f"{args.path(i)} has rows of a stack of tables, of shape "
+                f"{stack.shape}, which exact does not catch up. Keep the parameter as "
+                "one table [K * V, ...], reshaped in the loss, or take its gradient as "
+                "an array: exact_value_and_grad does."
+            )
         weights, treedef, plan = plan_of(args.treedef.unflatten(args.weights))
         tables, step = _tables(plan, weights, state), state.step
         merged = {i: _merged(args, i, tables, plan) for i in args.tables}
@@ -186,9 +191,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
 
         # The other tables have only the rows of the gradient.
         owners = [owner if owner in merged else None for owner in plan.owners]
-        grads, inner, weights = gather_scatter.gather(
-            tx.init, treedef, args.grads, weights, state.inner, owners, merged
-        )
+        args = args._replace(weights=weights, state=state.inner, owners=owners)
+        grads, inner, weights = gather_scatter.gather(tx, args, merged)
         inner, inner_treedef = jax.tree.flatten(inner)
         weights, caught_up = treedef.flatten_up_to(weights), {}
         for i, rows in merged.items():
@@ -210,7 +214,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             updates[i] = _add(updates[i], correction)
         for i, rows in merged.items():
             updates[i] = gather_scatter.as_update(rows, updates[i], args.grads[i])
-        new = gather_scatter.scatter_state(state.inner, new, owners, merged)
+        new = gather_scatter.scatter_state(args, new, merged)
 
         for (i, table), now in zip(tables.items(), plan.displacement(new, state.now)):
             if i in merged:
@@ -252,13 +256,6 @@ def _merged(args: Step, i: int, tables: dict[int, Table], plan: Plan) -> Selecte
     where, grad = args.path(i), args.grads[i]
     if i not in tables:
         raise plan.refusal(i, where)
-    if grad.stack:
-        raise ValueError(
-            f"{where} has rows of a stack of tables, of shape {grad.shape}, which "
-            "exact does not catch up. Keep the parameter as one table [K * V, ...], "
-            "reshaped in the loss, or take its gradient as an array: "
-            "exact_value_and_grad does."
-        )
     moves = tables[i].recurrence.num_coefficients > 0
     if moves and not getattr(args.state.caught_up, "weak_type", False):
         raise ValueError(

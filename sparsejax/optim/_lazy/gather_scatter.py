@@ -1,12 +1,13 @@
-"""Gathers rows of tables and optimizer state for a step, and scatters them back.
+"""Runs a transformation on the gathered rows of tables and state.
 
 The functions on one table use `functools.singledispatch`, so that a subclass of
 SelectedRows, such as ShardedRows, can register its own implementation.
 """
 
+from __future__ import annotations
+
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,70 @@ from sparsejax import _compat
 from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import SelectedRows, indexing, is_quantized
 from sparsejax.optim._lazy import separability
-from sparsejax.optim._lazy.step import Step
+
+
+if TYPE_CHECKING:
+    from sparsejax.optim._lazy.lazy import Step
+
+
+# ------------------------------------------------------------------ a step
+
+
+def run(tx: Any, step: Step, extra_args: dict[str, Any]) -> tuple[list[Any], Any]:
+    """Returns updates and new state, from `tx` on the rows of all gradients."""
+    merged = {i: merge_duplicates(step.grads[i]) for i in step.tables}
+    num_rows = tuple(rows.capacity for rows in merged.values())
+    reason = separability.difference_of_rows(tx, *step.key, num_rows)
+    if reason is not None:
+        raise separability.refused("this optimizer", reason)
+    updates, state = tx.update(*gather(tx, step, merged), **extra_args)
+    updates = step.treedef.flatten_up_to(updates)
+    for i, rows in merged.items():
+        updates[i] = as_update(rows, updates[i], step.grads[i])
+    return updates, scatter_state(step, state, merged)
+
+
+def gather(
+    tx: Any, step: Step, merged: dict[int, SelectedRows]
+) -> tuple[Any, Any, Any]:
+    """Returns gradients, state and parameters with rows instead of tables.
+
+    Args:
+      tx: the transformation.
+      step: its arguments.
+      merged: for each table, its gradient without duplicates.
+    """
+    state, state_treedef = jax.tree.flatten(step.state)
+    grads, weights = list(step.grads), step.weights
+    for i, rows in merged.items():
+        grads[i] = rows.values
+    if weights is not None:
+        weights = list(weights)
+        for i, rows in merged.items():
+            weights[i] = gather_rows(rows, weights[i], jnp.zeros_like(rows.values))
+    if any(owner is not None for owner in step.owners):
+        # An empty slot gets the state of a row that was never touched.
+        untouched = list(weights or grads)
+        for i in merged:
+            untouched[i] = jnp.zeros_like(untouched[i])
+        fresh = jax.tree.leaves(tx.init(step.treedef.unflatten(untouched)))
+        for k, owner in enumerate(step.owners):
+            if owner is not None:
+                state[k] = gather_rows(merged[owner], state[k], fresh[k])
+    return (
+        step.treedef.unflatten(grads),
+        state_treedef.unflatten(state),
+        None if weights is None else step.treedef.unflatten(weights),
+    )
+
+
+def scatter_state(step: Step, new: Any, merged: dict[int, SelectedRows]) -> Any:
+    """Returns the new state, with its rows written into the tables of the old state."""
+    leaves, treedef = jax.tree.flatten(new)
+    for k, (owner, old) in enumerate(zip(step.owners, jax.tree.leaves(step.state))):
+        if owner is not None:
+            leaves[k] = scatter_rows(merged[owner], old, leaves[k])
+    return treedef.unflatten(leaves)
 
 
 # ------------------------------------------------------------------ one table
@@ -65,96 +129,3 @@ def as_update(rows: SelectedRows, values: jax.Array, grad: SelectedRows) -> Any:
     values = indexing.zero_unless(rows.filled(), values)
     slots = _compat.min_dim(grad.capacity, grad.height)
     return SelectedRows(rows.rows[:slots], values[:slots], rows.height)
-
-
-# ------------------------------------------------------------------ whole trees
-
-
-def run(tx: Any, step: Step, extra_args: dict[str, Any]) -> tuple[list[Any], Any]:
-    """Updates and new state, by running `tx` on the rows of all gradients.
-
-    Args:
-      tx: the transformation, with extra arguments.
-      step: without stacks.
-      extra_args: of `tx.update`.
-    """
-    merged = {i: merge_duplicates(step.grads[i]) for i in step.tables}
-    num_rows = tuple(rows.capacity for rows in merged.values())
-    reason = separability.difference_of_rows(tx, *step.key, num_rows)
-    if reason is not None:
-        raise separability.refused("this optimizer", reason)
-    rows = gather(
-        tx.init,
-        step.treedef,
-        step.grads,
-        step.weights,
-        step.state,
-        step.owners,
-        merged,
-    )
-    updates, state = tx.update(*rows, **extra_args)
-    updates = step.treedef.flatten_up_to(updates)
-    for i, merged_rows in merged.items():
-        updates[i] = as_update(merged_rows, updates[i], step.grads[i])
-    return updates, scatter_state(step.state, state, step.owners, merged)
-
-
-def gather(
-    init: Callable,
-    treedef: Any,
-    grads: Sequence[Any],
-    weights: Sequence[Any] | None,
-    state: Any,
-    owners: Sequence[int | None],
-    merged: dict[int, SelectedRows],
-) -> tuple[Any, Any, Any]:
-    """Returns the arguments of `tx.update`, with rows instead of tables.
-
-    Args:
-      init: `tx.init`.
-      treedef: structure of the gradients.
-      grads: their leaves.
-      weights: leaves of the parameters, or None.
-      state: the state of `tx`.
-      owners: for each leaf of the state, the table that it follows, or None.
-      merged: for each table (leaf index), its gradient without duplicates.
-
-    Returns:
-      Trees of gradients, state and parameters (None without parameters).
-    """
-    state_leaves, state_treedef = jax.tree.flatten(state)
-    grads = [merged[i].values if i in merged else g for i, g in enumerate(grads)]
-    if weights is not None:
-        weights = [
-            gather_rows(merged[i], w, jnp.zeros_like(grads[i])) if i in merged else w
-            for i, w in enumerate(weights)
-        ]
-    if any(owner is not None for owner in owners):
-        # An empty slot gets the state of a row that was never touched.
-        untouched = [
-            jnp.zeros_like(x) if i in merged else x
-            for i, x in enumerate(weights or grads)
-        ]
-        fresh = jax.tree.leaves(init(treedef.unflatten(untouched)))
-        for k, owner in enumerate(owners):
-            if owner is not None:
-                state_leaves[k] = gather_rows(merged[owner], state_leaves[k], fresh[k])
-    return (
-        treedef.unflatten(grads),
-        state_treedef.unflatten(state_leaves),
-        None if weights is None else treedef.unflatten(weights),
-    )
-
-
-def scatter_state(
-    state: Any,
-    new_state: Any,
-    owners: Sequence[int | None],
-    merged: dict[int, SelectedRows],
-) -> Any:
-    """Returns the new state, with its rows written into the tables of the old state."""
-    leaves, treedef = jax.tree.flatten(new_state)
-    for k, (owner, old) in enumerate(zip(owners, jax.tree.leaves(state))):
-        if owner is not None:
-            leaves[k] = scatter_rows(merged[owner], old, leaves[k])
-    return treedef.unflatten(leaves)

@@ -40,9 +40,9 @@ from sparsejax.optim._lazy.row_program import (
     NotByRows,
     Reduction,
     RowFunction,
+    RowStep,
     Runner,
     Shared,
-    Step,
     row_params,
     tables_of,
 )
@@ -222,7 +222,7 @@ class Judge(Runner):
             or (is_node and name in LINEAR)
         ):
             return self.nodes(eqn, values, None)
-        step = Step(self.path, values, next(self._number))
+        step = RowStep(self.path, values, next(self._number))
         return [Shared(v.aval, step) for v in eqn.outvars]
 
     def step(self, eqn: Any, ins: list[Any]) -> list[Any]:

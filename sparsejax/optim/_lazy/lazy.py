@@ -18,11 +18,21 @@ decide by path, dtype and rank, and one that decides by the number of rows is re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
 import optax
 
+from sparsejax._rows import (
+    SelectedRows,
+    flat_rows,
+    is_selected_rows,
+    restacked,
+    stacked_rows,
+)
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._lazy import gather_scatter, passes, separability, state_sharding
-from sparsejax.optim._lazy.step import Step
 
 
 def lazy(
@@ -130,17 +140,102 @@ def lazy(
     def update(updates, state, params=None, **extra_args):
         step = Step.of(updates, state, params)
         if not step.tables:
-            checks.check_order(params)
             return inner.update(updates, state, params, **extra_args)
         verdict = separability.for_tables(tx, *step.key, check)
         for table, reason in verdict.refused.items():
             is_stack = table in step.stacks
             raise separability.refused(step.path(table), reason, is_stack)
         step = step.with_owners(verdict.owners, verdict.state)
-        flat = step.flat()  # one table for each stack
-        new = passes.run(inner, flat, extra_args) if check else None
+        new = passes.run(inner, step, extra_args) if check else None
         if new is None:  # outside of jit, without params, or check=False
-            new = gather_scatter.run(inner, flat, extra_args)
+            new = gather_scatter.run(inner, step, extra_args)
         return step.restore(*new)
 
     return trees.transformation(init, update)
+
+
+class Step(NamedTuple):
+    """The arguments of one update as leaves, with one table instead of each stack.
+
+    A gradient with the rows of a stack `[K, V, ...]` has ids that count the rows of all
+    its tables. So weights and the state that follows them are reshaped to one table
+    `[K * V, ...]`, which inside `jit` costs nothing.
+
+    Attributes:
+      treedef: structure of the gradients.
+      specs: of the parameters as they are passed, see `trees.to_spec`.
+      tables: the leaves whose gradients are SelectedRows.
+      grads: leaves of the gradients.
+      weights: leaves of the parameters, or None.
+      state: the state of the transformation.
+      stacks: by leaf, the gradient and the parameter of a stack as they are passed.
+      owners: for each leaf of the state, the table that it follows, or None.
+    """
+
+    treedef: Any
+    specs: tuple[Any, ...]
+    tables: tuple[int, ...]
+    grads: list[Any]
+    weights: list[Any] | None
+    state: Any
+    stacks: dict[int, tuple[SelectedRows, Any]]
+    owners: Sequence[int | None] = ()
+
+    @classmethod
+    def of(cls, updates: Any, state: Any, params: Any) -> Step:
+        """Makes the step with these arguments; raises if they do not fit together."""
+        grads, treedef = trees.flatten(updates)
+        state_sharding.check_sharded(updates, params, state)
+        weights = trees.flatten_params(updates, params)
+        checks.check_gradients(updates, weights)
+        tables = tuple(i for i, g in enumerate(grads) if is_selected_rows(g))
+        if not tables:
+            checks.check_order(params)
+        stacks = {
+            i: (grads[i], weights and weights[i]) for i in tables if grads[i].stack
+        }
+        specs = tuple(
+            trees.StackSpec(x.shape, x.dtype) if i in stacks else trees.to_spec(x)
+            for i, x in enumerate(weights or grads)
+        )
+        for i, (stack, weight) in stacks.items():
+            grads[i] = stack.unstacked()
+            if weights is not None:
+                weights[i] = flat_rows(stack, weight)
+        return cls(treedef, specs, tables, grads, weights, state, stacks)
+
+    @property
+    def key(self) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
+        return self.treedef, self.specs, self.tables
+
+    def path(self, table: int) -> str:
+        """Returns the path of a table, for messages."""
+        return trees.leaf_paths(self.treedef.unflatten(self.grads), "grads")[table]
+
+    def with_owners(self, owners: Sequence[int | None], expected: Any) -> Step:
+        """Returns the step with `owners`; raises unless the state is as expected.
+
+        Args:
+          owners: for each leaf of the state, the table that it follows, or None.
+          expected: the state that `tx.init` returns.
+        """
+        checks.check_state(self.state, expected)
+        gradients = {i: self.grads[i] for i in self.tables}
+        gradients |= {i: stack for i, (stack, _) in self.stacks.items()}
+        row_shapes = {i: gradient.row_shape for i, gradient in gradients.items()}
+        checks.check_state_rows(self.state, owners, row_shapes)
+        leaves, treedef = jax.tree.flatten(self.state)
+        for k, owner in enumerate(owners):
+            if owner is not None:
+                leaves[k] = flat_rows(gradients[owner], leaves[k])
+        return self._replace(state=treedef.unflatten(leaves), owners=owners)
+
+    def restore(self, updates: Sequence[Any], state: Any) -> tuple[Any, Any]:
+        """Returns updates and new state as trees, with the axes of the stacks."""
+        updates, (leaves, treedef) = list(updates), jax.tree.flatten(state)
+        for i, (stack, weight) in self.stacks.items():
+            updates[i] = restacked(updates[i], stack.stack, weight)
+        for k, owner in enumerate(self.owners):
+            if owner in self.stacks:
+                leaves[k] = stacked_rows(self.stacks[owner][0], leaves[k])
+        return self.treedef.unflatten(updates), treedef.unflatten(leaves)

@@ -17,9 +17,11 @@ The passes are on one device by default. `passes_over` uses `functools.singledis
 so that a subclass of SelectedRows, such as ShardedRows, can register its own.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,100 +31,10 @@ from sparsejax._rows import SelectedRows, indexing, with_known_sum, with_slots
 from sparsejax._rows.order_after import order_after
 from sparsejax.optim._lazy import block_pass
 from sparsejax.optim._lazy.row_program import Node, NotByRows, RowFunction, Runner
-from sparsejax.optim._lazy.step import Step
 
 
-# ------------------------------------------------------------------ passes
-
-
-@functools.singledispatch
-def passes_over(grad: SelectedRows, table: Any, others: Sequence[jax.Array]) -> Any:
-    """Returns the passes over a gradient's rows in `table`, or None if it has none.
-
-    The result has three methods:
-
-    - `reduce(tables, fresh, operands, program, kinds)`, see `block_pass.reduce_rows`;
-    - `update(tables, operands, program, writes)`, see `block_pass.update_rows`: the
-      tables that were written, and the update;
-    - `scale(function)`: the update `function(row)` of each row of the gradient, which
-      is linear; None if `update` is to be used.
-
-    The first two may raise NotByRows.
-
-    Args:
-      grad: a gradient.
-      table: its table.
-      others: arrays that are computed before the passes begin.
-    """
-    arrays = grad.rows, grad.values, table
-    if type(grad) is not SelectedRows or not is_traced(grad, table):
-        return None
-    if not all(map(is_plain, arrays)):
-        return None
-    return _OneDevice(with_slots(grad, grad.rows, order_after(grad.values, others)))
-
-
-def is_plain(x: Any) -> bool:
-    """Returns True if `x` is an array whose type has no mesh."""
-    return isinstance(x, jax.Array) and not _compat.has_mesh(x)
-
-
-def is_traced(grad: SelectedRows, table: Any) -> bool:
-    """Returns True inside a `jit`, for the types and sizes that passes accept."""
-    return (
-        not _compat.is_symbolic_dim(grad.capacity)  # blocks have static sizes
-        and grad.capacity > 0
-        and grad.height > 0
-        and not _arguments.is_concrete(table)
-        and jnp.issubdtype(table.dtype, jnp.floating)
-        and jnp.issubdtype(grad.dtype, jnp.floating)
-    )
-
-
-class _OneDevice:
-    """The passes of `block_pass`.
-
-    Attributes:
-      merged: a function that returns the result of `block_pass.merge_rows`, for the
-        gradients of all tables in one call, which on CUDA shares kernels.
-    """
-
-    merged: Callable[[], tuple[jax.Array, ...]]
-
-    def __init__(self, grad: SelectedRows):
-        self._grad = grad
-
-    def gradient(self) -> tuple[jax.Array, jax.Array, int]:
-        rows, height = self._grad.safe_rows(), self._grad.height
-        if jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
-            # The lowering for CPUs needs a number below 0 for an empty slot.
-            rows = rows.astype(_arguments.index_dtype(height))
-        return rows, self._grad.values, height
-
-    def reduce(self, tables, fresh, operands, program, kinds):
-        merged = self.merged()
-        return block_pass.reduce_rows(merged, tables, fresh, operands, program, kinds)
-
-    def update(self, tables, operands, program, writes):
-        merged = self.merged()
-        new, rows = block_pass.update_rows(merged, tables, operands, program, writes)
-        slots = min(self._grad.capacity, self._grad.height)
-        ids, values = _ascending(merged[0], rows, slots=slots)
-        ids = ids.astype(self._grad.rows.dtype)
-        return new, SelectedRows(ids, values, self._grad.height)
-
-    def scale(self, function):
-        """Duplicates may stay."""
-        grad = self._grad
-        values = indexing.zero_unless(grad.filled(), jax.vmap(function)(grad.values))
-        return SelectedRows(grad.safe_rows(), values, grad.height)
-
-
-@functools.partial(jax.jit, static_argnames="slots")
-def _ascending(rows, values, *, slots):
-    """Returns distinct rows in ascending order; XLA drops an unused sort."""
-    order = jnp.argsort(rows)[:slots]
-    return rows[order], values[order]
+if TYPE_CHECKING:
+    from sparsejax.optim._lazy.lazy import Step
 
 
 # ------------------------------------------------------------------ a step
@@ -131,13 +43,7 @@ def _ascending(rows, values, *, slots):
 def run(
     tx: Any, step: Step, extra_args: dict[str, Any]
 ) -> tuple[list[Any], Any] | None:
-    """Updates and new state, or None if the step cannot be run in such passes.
-
-    Args:
-      tx: the transformation, with extra arguments.
-      step: without stacks.
-      extra_args: of `tx.update`.
-    """
+    """Returns updates and new state, or None if the step cannot be run in passes."""
     grads, weights, owners = step.grads, step.weights, step.owners
     if weights is None:
         return None
@@ -145,7 +51,12 @@ def run(
     passes = {i: passes_over(grads[i], weights[i], dense) for i in step.tables}
     if any(row_passes is None for row_passes in passes.values()):
         return None
-    _merge_together([x for x in passes.values() if isinstance(x, _OneDevice)])
+    on_one = [x for x in passes.values() if isinstance(x, _OneDevice)]
+    merge = functools.cache(
+        lambda: block_pass.merge_rows(*(x.gradient() for x in on_one))
+    )
+    for k, row_passes in enumerate(on_one):
+        row_passes.merged = lambda k=k: merge()[k]
     state, state_treedef = jax.tree.flatten(step.state)
     tables, programs = {}, {}
     for i, row_passes in passes.items():
@@ -167,7 +78,14 @@ def run(
         out, out_treedef = jax.tree.flatten((step.treedef.flatten_up_to(updates), new))
         return out
 
-    fresh = functools.cache(lambda: _fresh(tx.init, step))
+    @functools.cache
+    def fresh():
+        """Returns the state's leaves for tables of one row that was never touched."""
+        rows = [
+            jnp.zeros((1, *x.shape[1:]), x.dtype) if i in tables else x
+            for i, x in enumerate(weights)
+        ]
+        return jax.tree.leaves(tx.init(step.treedef.unflatten(rows)))
 
     def reduce(group):
         return tables[group[0].table].reduce(group, fresh)
@@ -179,8 +97,6 @@ def run(
         updates, new_state = jax.tree.unflatten(out_treedef, outs)
         new_leaves = state_treedef.flatten_up_to(new_state)
         for i, table in tables.items():
-            if not isinstance(updates[i], (Node, jax.Array)):
-                raise NotByRows("an update that is not an array")
             new = {k: new_leaves[k] for k in table.state}
             updates[i], new = table.finish(updates[i], new)
             for k in table.state:
@@ -188,24 +104,6 @@ def run(
     except NotByRows:
         return None
     return updates, state_treedef.unflatten(new_leaves)
-
-
-def _merge_together(passes: Sequence[_OneDevice]) -> None:
-    """Merges the duplicates of all gradients at once, when the first is needed."""
-    merge = functools.cache(
-        lambda: block_pass.merge_rows(*(each.gradient() for each in passes))
-    )
-    for k, each in enumerate(passes):
-        each.merged = lambda k=k: merge()[k]
-
-
-def _fresh(init: Callable, step: Step) -> list[Any]:
-    """Returns the leaves of the state of tables whose only row was never touched."""
-    rows = [
-        jnp.zeros((1, *x.shape[1:]), x.dtype) if i in step.tables else x
-        for i, x in enumerate(step.weights or ())
-    ]
-    return jax.tree.leaves(init(step.treedef.unflatten(rows)))
 
 
 class _Table:
@@ -315,3 +213,96 @@ def _add(rows: jax.Array, change: jax.Array) -> jax.Array:
     """Adds the update to rows, as `optax.apply_updates` does."""
     dtype = indexing.accumulator_dtype(indexing.promote(rows.dtype, change.dtype))
     return (rows.astype(dtype) + change.astype(dtype)).astype(rows.dtype)
+
+
+# ------------------------------------------------------------------ passes
+
+
+@functools.singledispatch
+def passes_over(grad: SelectedRows, table: Any, others: Sequence[jax.Array]) -> Any:
+    """Returns the passes over a gradient's rows in `table`, or None if it has none.
+
+    The result has three methods:
+
+    - `reduce(tables, fresh, operands, program, kinds)`, see `block_pass.reduce_rows`;
+    - `update(tables, operands, program, writes)`, see `block_pass.update_rows`: the
+      tables that were written, and the update;
+    - `scale(function)`: the update `function(row)` of each row of the gradient, which
+      is linear; None if `update` is to be used.
+
+    The first two may raise NotByRows.
+
+    Args:
+      grad: a gradient.
+      table: its table.
+      others: arrays that are computed before the passes begin.
+    """
+    arrays = grad.rows, grad.values, table
+    if type(grad) is not SelectedRows or not is_traced(grad, table):
+        return None
+    if not all(map(is_plain, arrays)):
+        return None
+    return _OneDevice(with_slots(grad, grad.rows, order_after(grad.values, others)))
+
+
+def is_plain(x: Any) -> bool:
+    """Returns True if `x` is an array whose type has no mesh."""
+    return isinstance(x, jax.Array) and not _compat.has_mesh(x)
+
+
+def is_traced(grad: SelectedRows, table: Any) -> bool:
+    """Returns True inside a `jit`, for the types and sizes that passes accept."""
+    return (
+        not _compat.is_symbolic_dim(grad.capacity)  # blocks have static sizes
+        and grad.capacity > 0
+        and grad.height > 0
+        and not _arguments.is_concrete(table)
+        and jnp.issubdtype(table.dtype, jnp.floating)
+        and jnp.issubdtype(grad.dtype, jnp.floating)
+    )
+
+
+class _OneDevice:
+    """The passes of `block_pass`.
+
+    Attributes:
+      merged: a function that returns the result of `block_pass.merge_rows`, for the
+        gradients of all tables in one call, which on CUDA shares kernels.
+    """
+
+    merged: Callable[[], tuple[jax.Array, ...]]
+
+    def __init__(self, grad: SelectedRows):
+        self._grad = grad
+
+    def gradient(self) -> tuple[jax.Array, jax.Array, int]:
+        rows, height = self._grad.safe_rows(), self._grad.height
+        if jnp.issubdtype(rows.dtype, jnp.unsignedinteger):
+            # The lowering for CPUs needs a number below 0 for an empty slot.
+            rows = rows.astype(_arguments.index_dtype(height))
+        return rows, self._grad.values, height
+
+    def reduce(self, tables, fresh, operands, program, kinds):
+        merged = self.merged()
+        return block_pass.reduce_rows(merged, tables, fresh, operands, program, kinds)
+
+    def update(self, tables, operands, program, writes):
+        merged = self.merged()
+        new, rows = block_pass.update_rows(merged, tables, operands, program, writes)
+        slots = min(self._grad.capacity, self._grad.height)
+        ids, values = _ascending(merged[0], rows, slots=slots)
+        ids = ids.astype(self._grad.rows.dtype)
+        return new, SelectedRows(ids, values, self._grad.height)
+
+    def scale(self, function):
+        """Duplicates may stay."""
+        grad = self._grad
+        values = indexing.zero_unless(grad.filled(), jax.vmap(function)(grad.values))
+        return SelectedRows(grad.safe_rows(), values, grad.height)
+
+
+@functools.partial(jax.jit, static_argnames="slots")
+def _ascending(rows, values, *, slots):
+    """Returns distinct rows in ascending order; XLA drops an unused sort."""
+    order = jnp.argsort(rows)[:slots]
+    return rows[order], values[order]

@@ -114,7 +114,7 @@ class Shared:
         self.aval, self.step = aval, step
 
 
-class Step:
+class RowStep:
     """An equation on nodes; `number` is its place in the program."""
 
     __slots__ = ("path", "inputs", "number")
@@ -273,7 +273,7 @@ class Runner:
 
     def nodes(self, eqn: Any, ins: list[Any], table: int | None) -> list[Any]:
         """Returns the outputs of an equation as nodes."""
-        step = Step(self.path, ins, next(self._number))
+        step = RowStep(self.path, ins, next(self._number))
         return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
 
     def value(self, x: Any) -> Any:
@@ -374,7 +374,7 @@ def row_params(eqn: Any, rows: Sequence[bool], count: int = 1) -> Any:
         has_rows = rows[0] if rows else False
         if has_rows and dims[:count] != tuple(range(count)):
             return None
-        # All rows get the same from an axis of length 1.
+        # An axis of length 1 is broadcast: its value is the same in all rows.
         is_kept = lambda k, size: k >= count or (size != 1 and not has_rows)
         dims = tuple(k - count for k, size in zip(dims, *shapes) if is_kept(k, size))
         if any(k < 0 for k in dims):

@@ -1,8 +1,9 @@
-"""Rules for scan, cond (and switch) and checkpoint: equations that contain a body.
+"""Rules for equations that contain a program: calls, scan, cond, checkpoint.
 
-They are rebuilt with public functions of JAX around a walk of their body: deltas go in
-and ids come out, stacked along the length of a loop. Bodies close over tables (and all
-else that does not change), so no table is carried, stacked or returned.
+The program of a call, such as a nested `jit`, is walked as part of the enclosing one.
+The others are rebuilt with public functions of JAX around a walk of their body: deltas
+go in and ids come out, stacked along the length of a loop. Bodies close over tables
+(and all else that does not change), so no table is carried, stacked or returned.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sparsejax import _arguments, _compat, _mesh
+from sparsejax import _arguments, _compat, _mesh, _primitives
 from sparsejax._compat import primitives as p
 from sparsejax.transform.interpreter import (
     Reads,
@@ -25,6 +26,59 @@ from sparsejax.transform.table import TableRef
 
 
 _RETURNED = "returns it whole"
+
+
+# -- calls ----------------------------------------------------------------------------
+
+
+@register_rule(*_primitives.JITS)
+def _jit_rule(
+    ctx: RuleContext,
+    *inputs: Any,
+    jaxpr: Any,
+    in_shardings: Sequence[Any] = (),
+    out_shardings: Sequence[Any] = (),
+    name: str = "jit",
+    **_: Any,
+) -> list[Any]:
+    # Inlined: outside of jit a rebuilt jit would recompile at every call, and inside of
+    # jit XLA inlines it anyway. Its sharding constraints are kept.
+    args = _constrain(inputs, in_shardings)
+    with jax.named_scope(name):
+        return _constrain(ctx.walk(jaxpr, args), out_shardings)
+
+
+def _constrain(xs: Sequence[Any], shardings: Sequence[Any]) -> list[Any]:
+    def one(x, sharding):
+        wanted = isinstance(sharding, jax.sharding.Sharding)
+        if not wanted or isinstance(x, TableRef):
+            return x
+        return lax.with_sharding_constraint(x, sharding)
+
+    pad = [None] * (len(xs) - len(shardings))
+    return [one(x, s) for x, s in zip(xs, [*shardings, *pad])]
+
+
+# jax 0.12 has an `eval_jaxpr` for what a gradient of a scan hoists out of the loop.
+@register_rule(*_primitives.PLAIN_CALLS)
+def _call_rule(ctx: RuleContext, *inputs: Any, call_jaxpr: Any, **_: Any) -> list[Any]:
+    return ctx.walk(call_jaxpr, inputs)
+
+
+@register_flow(*_primitives.JITS, *_primitives.CHECKPOINTS, *_primitives.PLAIN_CALLS)
+def _call_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[bool]:
+    called = _primitives.called(eqn)
+    assert called is not None
+    return liveness.inputs(called[0], out)
+
+
+@register_rule(*_primitives.CUSTOM_CALLS)
+def _custom_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
+    # The user's derivative is written for the whole table. A walk of the body would
+    # differentiate the body instead.
+    del params
+    why = "gives its own derivative for the whole table"
+    return _compat.bind(ctx.eqn, [ctx.dense(x, why) for x in inputs])
 
 
 # -- checkpoint ------------------------------------------------------------------------
@@ -64,7 +118,8 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     length, (n_consts, n_carry) = params["length"], _compat.scan_split(params)
     consts, carry = inputs[:n_consts], list(inputs[n_consts : n_consts + n_carry])
     xs = list(inputs[n_consts + n_carry :])
-    stacks = {i: x for i, x in enumerate(xs) if _is_stack(x)}
+    is_stack = lambda x: isinstance(x, TableRef) and x.is_stack and x.row_axes[0] == 0
+    stacks = {i: x for i, x in enumerate(xs) if is_stack(x)}
     for i, x in enumerate(xs):
         # The loop is over the numbers of the tables in a stack.
         numbered = i in stacks
@@ -105,10 +160,6 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
     ctx.set_body_sites(sites)
     ctx.reads.add([s.in_loop(length) for s in sites], ids)
     return [*_merge(carry, places, changing), *ys]
-
-
-def _is_stack(x: Any) -> bool:
-    return isinstance(x, TableRef) and x.is_stack and x.row_axes[0] == 0
 
 
 @register_flow(p.scan_p)

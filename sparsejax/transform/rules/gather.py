@@ -59,9 +59,7 @@ def _gather_rule(
         widths=tuple(slice_sizes[axis] for axis in axes),
         mode=mode,
     )
-    drop = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
-    fill: Any = None
-    fill_of_read: bytes | None = None
+    fill, fill_of_read = None, None
     if mode == lax.GatherScatterMode.FILL_OR_DROP:
         fill = indexing.fill_value(ref.dtype) if fill_value is None else fill_value
         fill = np.array(fill, ref.dtype)[()]
@@ -69,10 +67,12 @@ def _gather_rule(
             # XLA fuses this fill with the read, and a fill after it often with nothing.
             # As bytes: NaN equals nothing, so that each call would compile again, and
             # zero of float16 equals zero of bfloat16.
-            drop, fill_of_read, fill = True, fill.tobytes(), None
+            fill, fill_of_read = None, fill.tobytes()
     mask = valid
     if valid is not None:
         mask = jnp.broadcast_to(indexing.append_axes(valid, ids.ndim), ids.shape)
+    in_bounds = mode == lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    drop = in_bounds or fill_of_read is not None
     rows = ctx.read(ref, ids, mask, drop, fill_of_read)
     # [*batch, *widths, *content] -> [*batch, *operand's axes]
     rows = _move_axes(rows, len(batch), axes)
@@ -126,13 +126,13 @@ def _read_slice(
     places: Callable[[int], jax.Array],
     in_steps: bool = False,
 ) -> Any:
-    """Reads a slice of a view; whole tables of a stack are a view.
+    """Reads a slice of a view. A slice of whole tables of a stack is another view.
 
     Args:
       ctx, ref: the context, and the view.
-      sizes: of the slice.
-      places: from an axis of rows to the places along it.
-      in_steps: True if the tables of a stack are not one after the other.
+      sizes: shape of the slice.
+      places: maps an axis of rows to the places of the slice along it.
+      in_steps: True if the slice skips tables of a stack.
     """
     if not _whole_rows(ref, sizes):
         return NotImplemented

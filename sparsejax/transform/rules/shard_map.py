@@ -33,7 +33,7 @@ def _shard_map_rule(
 ) -> list[Any]:
     manual = _compat.manual_axes(others)
     inputs = tuple(
-        x if _is_replicated(spec) else ctx.dense(x, "splits it over devices")
+        ctx.dense(x, "splits it over devices") if any(spec) else x
         for x, spec in zip(inputs, in_specs)
     )
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
@@ -95,7 +95,3 @@ def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
         (across,) if any(types[a] == AxisType.Explicit for a in across) else (),
         mesh,
     )
-
-
-def _is_replicated(spec: Any) -> bool:
-    return all(part is None for part in spec)
