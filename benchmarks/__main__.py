@@ -8,16 +8,7 @@ import sys
 from collections.abc import Sequence
 
 
-NAMES = (
-    "sweep",
-    "models",
-    "races",
-    "step",
-    "ops",
-    "store",
-    "sharded",
-    "exact_loss",
-)
+NAMES = ("sweep", "models", "races", "step", "ops", "store", "sharded", "exact_loss")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -145,10 +145,15 @@ def table_tx() -> optax.GradientTransformation:
     return sj.optim.adagrad(0.01)
 
 
+def whole_tx() -> optax.GradientTransformation:
+    """The optimizer of both, where the table is updated on the device."""
+    parts: Any = {"table": table_tx(), "layers": optax.adam(1e-3)}
+    return optax.partition(parts, {name: name for name in parts})
+
+
 def train_whole(args: argparse.Namespace) -> Callable:
     """Trains with the table on the device."""
-    parts = {"table": table_tx(), "layers": optax.adam(1e-3)}
-    tx = sj.optim.lazy(optax.partition(parts, {name: name for name in parts}))
+    tx = sj.optim.lazy(whole_tx())
     tables = {"table": True, "layers": None}
     gradient = sj.value_and_grad(network_loss, tables=tables)
 
@@ -206,14 +211,10 @@ def train_pulled(args: argparse.Namespace, is_prefetched: bool) -> Callable:
 def train_tree(args: argparse.Namespace, path: Any = None) -> Callable:
     """Trains a tree that holds a table in a file, or a twentieth of its rows."""
     store = make_store(args.rows, args.dim, table_tx(), path)
-    table: Any = store["table"]
+    table, tx = store["table"], optax.adam(1e-3)
     if path is None:
         height = max(args.rows // 20, args.ids // 4)
-        table = sj.store.CachedTable(store, "table", height).table
-    tx = optax.adam(1e-3)
-    if path is None:  # a cached table is updated on the device
-        parts = {"table": table_tx(), "layers": tx}
-        tx = optax.partition(parts, {name: name for name in parts})
+        table, tx = sj.store.CachedTable(store, "table", height).table, whole_tx()
     params = {"table": table, "layers": make_layers(args.dim)}
     step, state = store.train_step(network_loss, tx), tx.init(params)
 
@@ -250,37 +251,35 @@ def train_block(args: argparse.Namespace, path: Any) -> Callable:
 
 
 def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One record for each kind of ids: all ways to train, on the same batches."""
+    """One record for each kind of ids; all ways have the same losses at first."""
     rng = np.random.default_rng(3)
-    for skew in SKEWS:
 
-        def draw(skew=skew):
-            ids = timing.make_ids(args.ids // 4, args.rows, skew == "zipf", rng)
-            return ids.reshape(-1, BAG)
+    def batches(zipf):
+        count, shape = args.ids // 4, (-1, BAG)
+        draw = lambda: timing.make_ids(count, args.rows, zipf, rng).reshape(shape)
+        return [draw() for _ in range(STEPS)]
 
-        with tempfile.TemporaryDirectory() as folder:
-            files = [pathlib.Path(folder, name) for name in ("stored", "block")]
-            ways = {
-                "whole": train_whole(args),
-                "pulled": train_pulled(args, is_prefetched=False),
-                "prefetched": train_pulled(args, is_prefetched=True),
-                "cached": train_tree(args),
-                "stored": train_tree(args, files[0]),
-                "block": train_block(args, files[1]),
-            }
-            first = [draw() for _ in range(STEPS)]
-            losses = {name: way(first) for name, way in ways.items()}
-            for name, own in losses.items():
-                np.testing.assert_allclose(
-                    own, losses["whole"], 1e-5, 1e-5, err_msg=name
-                )
-            sides = {
-                name: lambda state, batches, way=way: (state, way(batches))
-                for name, way in ways.items()
-            }
-            batches = lambda draw=draw: [draw() for _ in range(STEPS)]
-            record = timing.compare(args, sides, (), batches, steps=STEPS)
-        yield {"case": "steps", "ids": skew} | record
+    with tempfile.TemporaryDirectory() as folder:
+        ways = {
+            "whole": train_whole(args),
+            "pulled": train_pulled(args, is_prefetched=False),
+            "prefetched": train_pulled(args, is_prefetched=True),
+            "cached": train_tree(args),
+            "stored": train_tree(args, pathlib.Path(folder, "stored")),
+            "block": train_block(args, pathlib.Path(folder, "block")),
+        }
+        first = batches(True)
+        losses = {name: way(first) for name, way in ways.items()}
+        for name, own in losses.items():
+            np.testing.assert_allclose(own, losses["whole"], 1e-5, 1e-5, err_msg=name)
+        sides = {
+            name: lambda state, given, way=way: (state, way(given))
+            for name, way in ways.items()
+        }
+        for skew in SKEWS:
+            draw = functools.partial(batches, skew == "zipf")
+            record = timing.compare(args, sides, (), draw, steps=STEPS)
+            yield {"case": "steps", "ids": skew} | record
 
 
 # ------------------------------------------------------------------ index

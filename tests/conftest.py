@@ -25,6 +25,7 @@ import importlib.metadata
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import zlib
 
@@ -107,12 +108,15 @@ import pytest  # noqa: E402
 _TESTS = _ROOT / "tests"
 _MAX_BYTES = 3 << 29
 _MAX_PROGRAMS = 200_000
-_QUICK_CASES, _CASES_AGAIN = 5, 2
+_QUICK_CASES, _CASES_AGAIN = 3, 2
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
-# The first run of an example compiles, so time limits say nothing.
-hypothesis.settings.register_profile("sparsejax", deadline=None, derandomize=True)
+# The first run of an example compiles, so time limits say nothing. Each example
+# has other shapes, which are other programs: so there are 40 of them, not 100.
+hypothesis.settings.register_profile(
+    "sparsejax", deadline=None, derandomize=True, max_examples=40
+)
 hypothesis.settings.load_profile("sparsejax")
 
 # JAX's modules are never collected; freeze them, so that collections while tracing are
@@ -194,10 +198,14 @@ def _asks_for_the_window(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Files without the mark are not imported for `-m window`, which takes seconds."""
-    if collection_path.suffix == ".py" and _asks_for_the_window(config):
-        return "mark.window" not in collection_path.read_text() or None
-    return None
+    """Files whose tests are all left out are not imported, which takes seconds."""
+    if collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text()
+    is_slow = re.search(r"^pytestmark = .*mark\.slow", text, re.MULTILINE)
+    left_out = _asks_for_the_window(config) and "mark.window" not in text
+    left_out |= config.getoption("quick") and is_slow is not None
+    return True if left_out else None
 
 
 def _values(item):

@@ -56,6 +56,7 @@ def _run(first=False, call="sj.cpu.keep_freed_pages()", runs=0, **variables):
     return out[0], out[1] == "True", int(out[2]), ast.literal_eval(out[3])
 
 
+@pytest.mark.slow
 @needs_glibc
 def test_freed_pages_are_kept():
     _, told, usual, _ = _run(call="None", runs=10)
@@ -75,6 +76,7 @@ def test_a_warning_says_that_jax_has_started():
     assert "before the first JAX computation" in message
 
 
+@pytest.mark.slow
 @needs_glibc
 @pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
 def test_another_allocator_is_left_alone(tmp_path):

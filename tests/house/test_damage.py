@@ -10,7 +10,7 @@ import damage
 pytestmark = pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
 
 WITH_ORBAX = {"parallel.restore", "CheckpointManager", "nn.Trainer"}
-QUICK = sorted(damage.READERS.keys() - WITH_ORBAX)
+QUICK = [name for name in damage.READERS if name not in WITH_ORBAX]
 
 
 def _try(bench, seed, count, least):
@@ -24,7 +24,19 @@ def _try(bench, seed, count, least):
 
 
 def test_damaged_files_are_refused(tmp_path):
-    _try(damage.Bench(tmp_path, QUICK), 1, 250, 120)
+    _try(damage.Bench(tmp_path, QUICK), 1, 100, 45)
+
+
+@pytest.mark.slow
+def test_damage_on_the_command_line(monkeypatch, capsys):
+    readers = {name: damage.READERS[name] for name in QUICK}
+    monkeypatch.setattr(damage, "READERS", readers)
+    monkeypatch.setattr(damage, "_limit_memory", lambda gigabytes: None)
+    monkeypatch.setattr("sys.argv", ["damage", "--count", "20", "--seed", "3"])
+    assert damage.main() == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "20 files of seed 3, 0 raised something else"
+    assert [line.split("  ")[0] for line in lines] == [*readers]
 
 
 @pytest.mark.slow

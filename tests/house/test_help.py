@@ -6,41 +6,20 @@ requires examples, which run as doctests.
 """
 
 import ast
-import importlib
 import inspect
 import re
 import textwrap
-from typing import Any
 
 import pytest
 
+import public_names
 import sparsejax as sj
-import test_house
+from public_names import FUNCTIONS, parameters_of
 
 
 PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
 SECTIONS = {"Args", "Returns", "Raises", "Example", "References"}
-
-
-def _public():
-    """(name, value) of functions, classes and their methods."""
-    named = dict(test_house._public(importlib.import_module("sparsejax")))
-    found: dict[str, Any] = {k: v for k, v in named.items() if inspect.isfunction(v)}
-    for name, kind in named.items():
-        if not inspect.isclass(kind):
-            continue
-        found[name] = kind
-        for key in dir(kind):
-            value = inspect.getattr_static(kind, key)
-            value = getattr(value, "__func__", value)
-            ours = (getattr(value, "__module__", None) or "").startswith("sparsejax")
-            if inspect.isfunction(value) and ours and not key.startswith("_"):
-                found[f"{name}.{key}"] = value
-    return found
-
-
-PUBLIC = _public()
 
 
 def _sections(value):
@@ -55,15 +34,6 @@ def _named(section):
     indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
     heads = [line.split(":")[0] for line in lines if line[indent : indent + 1].strip()]
     return {name.strip(" *") for head in heads for name in head.split(",")}
-
-
-def _parameters(value):
-    found = inspect.signature(value).parameters
-    return {
-        name
-        for name in found
-        if name not in ("self", "cls") and not name.startswith("_")
-    }
 
 
 def _raises(function):
@@ -88,7 +58,7 @@ def _raises(function):
 
 def _complaints(check):
     """The complaints of `check` about public names, by name."""
-    found = [(name, check(name, value)) for name, value in PUBLIC.items()]
+    found = [(name, check(name, value)) for name, value in FUNCTIONS.items()]
     return "\n".join(f"{name}: {complaint}" for name, complaint in found if complaint)
 
 
@@ -103,7 +73,7 @@ def _args(name, value):
         return f"the sections {unknown} are not the house's"
     if inspect.isclass(value) and issubclass(value, Exception):
         return None
-    own, fields = _parameters(value), set()
+    own, fields = parameters_of(value).keys(), set()
     if inspect.isclass(value):
         fields = set(getattr(value, "__annotations__", {}))
     if "Args" not in sections:
@@ -114,7 +84,7 @@ def _args(name, value):
     return None
 
 
-def test_args_are_the_parameters():
+def test_args_are_theparameters_of():
     assert not (found := _complaints(_args)), found
 
 
@@ -142,8 +112,8 @@ def test_errors_are_told():
 
 def test_the_walk_finds_what_it_should():
     """That the tests above look at something."""
-    assert {"sparsejax.lookup", "sparsejax.SelectedRows.get"} <= PUBLIC.keys()
-    assert _parameters(sj.lookup) == _named(_sections(sj.lookup)["Args"])
+    assert {"sparsejax.lookup", "sparsejax.SelectedRows.get"} <= FUNCTIONS.keys()
+    assert parameters_of(sj.lookup).keys() == _named(_sections(sj.lookup)["Args"])
     assert _raises(sj.SelectedRows.from_dense)
 
 
@@ -153,7 +123,7 @@ def test_the_walk_finds_what_it_should():
 @pytest.mark.parametrize("package", ("", *PACKAGES))
 def test_a_package_names_what_is_in_it(package):
     module = getattr(sj, package) if package else sj
-    names = {n for n in test_house._public_names(module) if not n.startswith("_")}
+    names = public_names.names_of(module)
     doc = module.__doc__ or ""
     missing = {name for name in names if not re.search(rf"`{name}[`(]", doc)}
     assert not missing, f"the docstring of {module.__name__} misses {sorted(missing)}"
@@ -161,8 +131,8 @@ def test_a_package_names_what_is_in_it(package):
 
 def test_signatures_have_the_names_of_types():
     """`ArrayLike`, and not all that it stands for, which fills a screen."""
-    errors = {k for k, v in PUBLIC.items() if inspect.isclass(v) and _is_error(v)}
-    shown = {k: str(inspect.signature(PUBLIC[k])) for k in PUBLIC.keys() - errors}
+    errors = {k for k, v in FUNCTIONS.items() if inspect.isclass(v) and _is_error(v)}
+    shown = {k: str(inspect.signature(FUNCTIONS[k])) for k in FUNCTIONS.keys() - errors}
     assert not {k: v for k, v in shown.items() if "jaxlib" in v or "Union[" in v}
 
 

@@ -3,15 +3,14 @@
 Every public function that has it is tested here.
 """
 
-import inspect
 import sys
 
 import jax.numpy as jnp
 import optax
 import pytest
 
+import public_names
 import sparsejax as sj
-import test_house
 from sparsejax import _progress
 
 
@@ -50,16 +49,11 @@ def test_progress_is_a_bool_or_a_function_everywhere(calls, capsys):
 
 def test_nothing_else_has_progress(calls):
     """Each is called above, and each documents its argument in the same words."""
-    found = {}
-    for name, value in test_house._public(sj):
-        members = {name: value} if inspect.isfunction(value) else {}
-        if inspect.isclass(value):
-            members = {f"{name}.{key}": getattr(value, key) for key in vars(value)}
-        for member, function in members.items():
-            if inspect.isroutine(function) and not member.split(".")[-1][0] == "_":
-                parameter = inspect.signature(function).parameters.get("progress")
-                if parameter is not None:
-                    found[member.removeprefix("sparsejax.")] = parameter
+    found = {
+        name.removeprefix("sparsejax."): parameters["progress"]
+        for name, function in public_names.FUNCTIONS.items()
+        if "progress" in (parameters := public_names.parameters_of(function))
+    }
     names = set(found)
     assert names == calls.keys()
     for name, parameter in found.items():

@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax.experimental import checkify
 
+import public_names
 import sparsejax as sj
-import test_house
 
 
 NAMES = """
@@ -76,18 +76,8 @@ def test_version():
 
 def _signatures():
     """The parameters of each public function, class, and method of a class."""
-    for name, value in test_house._public(sj):
-        if not callable(value) or name.endswith("Error"):
-            continue
-        members = [(name, value)]
-        if inspect.isclass(value):
-            members += [
-                (f"{name}.{key}", getattr(value, key))
-                for key in vars(value)
-                if not key.startswith("_") and callable(getattr(value, key))
-            ]
-        for member, function in members:
-            yield member, inspect.signature(function).parameters
+    for name, value in public_names.FUNCTIONS.items():
+        yield name, public_names.parameters_of(value)
 
 
 def test_names_are_those_of_optax_and_jax():
@@ -193,6 +183,6 @@ def test_arguments_have_types():
         for parameter in parameters.values():
             kinds = inspect.Parameter.empty, Any, "Any"
             count += 1
-            if parameter.name != "self" and parameter.annotation in kinds:
+            if parameter.annotation in kinds:
                 untyped.append(f"{name}({parameter.name})")
     assert count > 500 and len(untyped) <= 34, untyped

@@ -211,15 +211,42 @@ def change_json(rng: random.Random, value: Any) -> Any:
     return rng.choice(_VALUES)
 
 
+_NOT_JSON = [b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"x"']
+
+
+def _changed_text(rng: random.Random, text: bytes) -> bytes:
+    """Other JSON than this, or now and then none."""
+    new = json.dumps(change_json(rng, json.loads(text))).encode()
+    return rng.choice(_NOT_JSON) if rng.random() < 0.05 else new
+
+
+def _unpack(files: Files) -> tuple[str, dict[str, bytes]]:
+    """The path of the only file, an archive, and its members."""
+    ((name, data),) = files.items()
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        return name, {m: archive.read(m) for m in archive.namelist()}
+
+
+def _pack(members: dict[str, bytes], method: int = zipfile.ZIP_STORED) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", method) as archive:
+        for member, content in members.items():
+            archive.writestr(member, content)
+    return file.getvalue()
+
+
+def _npy(x: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, x)
+    return file.getvalue()
+
+
 def change_header(rng: random.Random, files: Files) -> Files:
     """Another header of a store's file, with the right length and checksum."""
     ((name, data),) = files.items()
     magic, rest = data[:18], data[18:]
     size = int.from_bytes(rest[:8], "little")
-    header = change_json(rng, json.loads(rest[12 : 12 + size]))
-    text = json.dumps(header).encode()
-    if rng.random() < 0.05:
-        text = rng.choice([b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"x"'])
+    text = _changed_text(rng, rest[12 : 12 + size])
     head = len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little")
     body = rest[12 + size :]
     if magic == b"sparsejax table 3\n":  # the rows begin at a fixed place
@@ -233,31 +260,18 @@ def change_header(rng: random.Random, files: Files) -> Files:
 
 def change_member(rng: random.Random, files: Files) -> Files:
     """Another header, or other ids, kinds or keys, in a record of a store."""
-    ((name, data),) = files.items()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = {m: archive.read(m) for m in archive.namelist()}
+    name, members = _unpack(files)
     one = rng.choice([m for m in sorted(members) if "weights" not in m])
     if one == "header.json":
-        members[one] = json.dumps(change_json(rng, json.loads(members[one]))).encode()
-        if rng.random() < 0.05:
-            texts = [b"[" * 100_000, b"1" * 5000, b"\xff", b"NaN", b'"x"']
-            members[one] = rng.choice(texts)
+        members[one] = _changed_text(rng, members[one])
     else:
         numbers = np.load(io.BytesIO(members[one]))
         if numbers.size:
             numbers = numbers.copy()
             new = rng.choice([*numbers.ravel().tolist(), 0, 1, 2, 7, 100])
             numbers.flat[rng.randrange(numbers.size)] = new
-        if rng.random() < 0.2:
-            numbers = np.flip(numbers)
-        file = io.BytesIO()
-        np.save(file, numbers)
-        members[one] = file.getvalue()
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for member, content in members.items():
-            archive.writestr(member, content)
-    return {name: file.getvalue()}
+        members[one] = _npy(np.flip(numbers) if rng.random() < 0.2 else numbers)
+    return {name: _pack(members)}
 
 
 _DTYPES = "|O,<f4,>f4,<f8,<f16,|b1,|S0,|S3,<U2,|V8,<M8[s],<i8,<i2,|u1,<c8,<x4".split(
@@ -269,9 +283,7 @@ _SHAPES += ["(0, 4611686018427387904)", "(True,)", "(3", "((3,),)", "(" * 300, "
 
 def change_archive(rng: random.Random, files: Files) -> Files:
     """Another `.npz` archive: members changed, gone, added, packed in other ways."""
-    ((name, data),) = files.items()
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        members = {m: archive.read(m) for m in archive.namelist()}
+    name, members = _unpack(files)
     one = rng.choice(sorted(members))
     content = members[one]
     kind = rng.randrange(8)
@@ -290,9 +302,7 @@ def change_archive(rng: random.Random, files: Files) -> Files:
             [np.arange(3), np.ones(2), np.float32(3), np.array([b"b", b"a"]), "x"]
             + [np.array(["a"]), np.zeros((0, 3)), np.array([2**62, -5]), np.bool_(1)]
         )
-        file = io.BytesIO()
-        np.save(file, values)
-        members[one] = file.getvalue()
+        members[one] = _npy(values)
     else:
         form = r"'descr': '([^']*)', 'fortran_order': (\w+), 'shape': (\(.*?\))"
         found = re.search(form.encode(), content)
@@ -309,11 +319,7 @@ def change_archive(rng: random.Random, files: Files) -> Files:
         method = zipfile.ZIP_DEFLATED
     if rng.random() < 0.05:
         method = rng.choice([zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", method) as archive:
-        for member, content in members.items():
-            archive.writestr(member, content)
-    packed = file.getvalue()
+    packed = _pack(members, method)
     return {name: _some(rng, packed) if rng.random() < 0.2 else packed}
 
 
@@ -569,8 +575,8 @@ READERS = {
 class Bench:
     """The readers with their good files, in a folder of its own."""
 
-    def __init__(self, folder: pathlib.Path, names: Any = READERS):
-        self.folder, self.names = folder, list(names)
+    def __init__(self, folder: pathlib.Path, names: Any = None):
+        self.folder, self.names = folder, list(names or READERS)
         self.good, self.read, self.values = {}, {}, {}
         for k, name in enumerate(self.names):
             own = folder / f"good {k}"
@@ -660,6 +666,7 @@ def main() -> int:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         if given.case is None:  # orbax and its threads write pages about each file
             logging.disable(logging.CRITICAL)
+            stack.callback(logging.disable, logging.NOTSET)
             quiet = stack.enter_context(open(os.devnull, "w"))
             stack.enter_context(contextlib.redirect_stderr(quiet))
         bench = Bench(pathlib.Path(folder))

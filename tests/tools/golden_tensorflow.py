@@ -15,30 +15,11 @@ for a random cotangent, its gradients.
 # pyright: reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-import json
-import pathlib
-import platform
-
 import keras
 import numpy as np
 import tensorflow as tf
 
-
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-rng = np.random.default_rng(0)
-cases, arrays = [], {}
-
-
-def normal(*shape):
-    return rng.standard_normal(shape).astype(np.float32)
-
-
-def keep(case, field, values):
-    """Puts arrays in the file, and their keys in the case."""
-    case[field] = {}
-    for name, x in values.items():
-        arrays[f"{len(cases)}/{field}/{name}"] = np.asarray(x)
-        case[field][name] = f"{len(cases)}/{field}/{name}"
+from golden_file import STEPS, cases, keep, normal, refusal, rng, write
 
 
 def record(name, f, inputs, grads=(), **args):
@@ -56,8 +37,7 @@ def record(name, f, inputs, grads=(), **args):
             cotangent = normal(*outputs[0].shape)
             loss = tf.reduce_sum(outputs[0] * cotangent) if grads else None
     except Exception as error:
-        first = str(error).splitlines()[0][:200]
-        case["raises"] = f"{type(error).__name__}: {first}"
+        case["raises"] = refusal(error)
         cases.append(case)
         return
     keep(case, "outputs", {str(i): x for i, x in enumerate(outputs)})
@@ -417,8 +397,6 @@ record(
 
 # ------------------------------------------------------------------ 6 optimizers
 
-STEPS = 5
-
 
 def batches(distinct):
     found = rng.integers(0, 6, (STEPS, 4))
@@ -622,14 +600,4 @@ for combiner in ("sqrtn", "sum"):
 
 if __name__ == "__main__":
     versions = f"TensorFlow {tf.__version__} with Keras {keras.__version__}"
-    about = (
-        f"What {versions} answered, on a CPU, Python {platform.python_version()}. "
-        "golden_tensorflow.py made it. Fields of a case name arrays in "
-        "tensorflow.npz; `raises` is the error; `sparse` names the "
-        "gradients that were IndexedSlices, `touched` the rows in them."
-    )
-    lines = ",\n".join(" " + json.dumps(case) for case in cases)
-    text = f'{{\n"about": {json.dumps(about)},\n"cases": [\n{lines}\n]\n}}\n'
-    (GOLDEN / "tensorflow.json").write_text(text)
-    np.savez_compressed(GOLDEN / "tensorflow.npz", **arrays)
-    print(len(cases), "cases;", sum("raises" in case for case in cases), "refused")
+    write("tensorflow", versions, "IndexedSlices")

@@ -17,9 +17,6 @@ of the code beside it, and its gradients for a random cotangent.
 # pyright: reportArgumentType=false
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-import json
-import pathlib
-import platform
 import re
 import tempfile
 
@@ -39,15 +36,10 @@ from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.sparse import jagged_tensor
 
-
-GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
-V, STEPS = 9, 5
-rng = np.random.default_rng(0)
-cases, arrays = [], {}
+from golden_file import STEPS, cases, keep, normal, refusal, rng, write
 
 
-def normal(*shape):
-    return rng.standard_normal(shape).astype(np.float32)
+V = 9
 
 
 # ------------------------------------------------------------------ names of the code
@@ -129,19 +121,6 @@ def sequences(weight, *batch):
 
 
 # ------------------------------------------------------------------ recording
-
-
-def keep(case, field, values):
-    """Puts arrays in the file, and their keys in the case."""
-    case[field] = {}
-    for name, x in values.items():
-        x = x.detach().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
-        arrays[f"{len(cases)}/{field}/{name}"] = x
-        case[field][name] = f"{len(cases)}/{field}/{name}"
-
-
-def refusal(error):
-    return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
 
 
 def record(inputs, grads, *rows, **args):
@@ -625,15 +604,8 @@ def record_all_reduce():
 
 if __name__ == "__main__":
     record_all_reduce()
-    about = (
-        f"What PyTorch {torch.__version__}, TorchRec {torchrec.__version__} and "
-        f"fbgemm-gpu-cpu {fbgemm_gpu.__version__} answered, on a CPU, Python "
-        f"{platform.python_version()}. golden_torch.py made it. Fields of a case name "
-        "arrays in torch.npz; `raises` is the error; `sparse` names the "
-        "gradients that were sparse tensors, `touched` the rows in them."
+    versions = (
+        f"PyTorch {torch.__version__}, TorchRec {torchrec.__version__} and "
+        f"fbgemm-gpu-cpu {fbgemm_gpu.__version__}"
     )
-    lines = ",\n".join(" " + json.dumps(case) for case in cases)
-    text = f'{{\n"about": {json.dumps(about)},\n"cases": [\n{lines}\n]\n}}\n'
-    (GOLDEN / "torch.json").write_text(text)
-    np.savez_compressed(GOLDEN / "torch.npz", **arrays)
-    print(len(cases), "cases;", sum("raises" in case for case in cases), "refused")
+    write("torch", versions, "sparse tensors")

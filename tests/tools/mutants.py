@@ -179,16 +179,11 @@ def main():
     )
     sys.dont_write_bytecode = True  # compiled files differ by whole seconds
     start, survivors, untested = time.monotonic(), 0, 0
-    sound, broken = (
-        set(),
-        set(),
-    )  # tests that pass, and that fail, without a change
+    sound, broken = (set(), set())  # tests that pass, and that fail, without a change
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "checkout")
         shutil.copytree(
-            ROOT,
-            copy,
-            ignore=shutil.ignore_patterns(".*", "__pycache__", "build"),
+            ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build")
         )
         for done, (file, line, change) in enumerate(chosen, 1):
             where, before, after = file.relative_to(ROOT), file.read_text(), change()
