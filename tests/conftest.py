@@ -9,7 +9,7 @@ Compiled programs are kept in `.jax_cache` from one run to the next, and are sha
 the processes of one run.
 
 `--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
-the first 5 cases, chosen so that each shows a value that the cases before it did not;
+the first 3 cases, chosen so that each shows a value that the cases before it did not;
 and no docstring's example of more than six lines, because each line compiles something.
 With `-m window` it is the first 2 cases, since `make test-all` has run them all.
 
@@ -135,7 +135,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
-        help="no slow tests, and of a parametrized test the first 5 cases",
+        help="no slow tests, and of a parametrized test the first 3 cases",
     )
 
 
