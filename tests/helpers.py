@@ -1,8 +1,10 @@
 """Checks and helpers that several test files use."""
 
+import contextlib
 import functools
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 
@@ -119,6 +121,36 @@ def run_python(*command, timeout=300, cwd=ROOT, **options):
     return done.stdout
 
 
+def run_together(*command, directory, count=2, timeout=300):
+    """Runs `python COMMAND... PORT PROCESS DIRECTORY` in several processes at once.
+
+    Shows their output if one fails or does not end.
+    """
+    with contextlib.closing(socket.socket()) as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    running = [
+        subprocess.Popen(
+            [sys.executable, *map(str, (*command, port, process, directory))],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(count)
+    ]
+    said = []
+    for process in running:
+        try:
+            said.append(process.communicate(timeout=timeout)[0])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            said.append(f"no end after {timeout} s: {process.communicate()[0]}")
+    codes = [process.returncode for process in running]
+    assert codes == [0] * count, "\n\n".join(map(str, [codes, *said]))
+
+
 # ------------------------------------------------------------------ which tests
 
 
@@ -151,6 +183,23 @@ def to_dense(tree):
     return jax.tree.map(
         lambda x: x.to_dense() if is_rows(x) else x, tree, is_leaf=is_rows
     )
+
+
+def assert_gradients(loss, params, capacities, rtol=1e-4, atol=1e-5):
+    """The gradients of `sj.value_and_grad` are those of JAX; returns the loss.
+
+    Args:
+      capacities: of the gradients that are sparse, by their paths.
+    """
+    value, grads = jax.jit(sj.value_and_grad(loss))(params)
+    expected, dense = jax.jit(jax.value_and_grad(loss))(params)
+    leaves = jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_rows)
+    sparse = {jax.tree_util.keystr(p): x.capacity for p, x in leaves if is_rows(x)}
+    assert sparse == capacities
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for found, g in zip(*map(jax.tree.leaves, (to_dense(grads), dense)), strict=True):
+        np.testing.assert_allclose(found, g, rtol=rtol, atol=atol)
+    return value
 
 
 def dense(rows, values, height):

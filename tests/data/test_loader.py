@@ -318,11 +318,3 @@ def test_without_grain(monkeypatch):
     ):
         with pytest.raises(ImportError, match="grain"):
             call()
-
-
-def test_arrays_that_are_no_column():
-    """Beside those of tests/error_messages.md."""
-    keys = jax.random.split(jax.random.key(0))
-    for rows, word in ((keys, "key_data"), ([[1], [[2]]], "column")):
-        with pytest.raises(TypeError, match=word):
-            sj.data.ArrayDataset(rows)

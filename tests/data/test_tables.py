@@ -322,15 +322,10 @@ def test_a_column_of_lists_becomes_a_segment_tensor(kind):
 def test_tables_that_are_refused():
     """Beside those of tests/error_messages.md."""
     pl, pd = pytest.importorskip("polars"), pytest.importorskip("pandas")
-    for table, word in (
-        (pl.DataFrame(_dict()).lazy(), "collect"),
-        (pd.DataFrame([[1, 2]], columns=["a", "a"]), "differ"),
-        ({"x": [[["a"]]]}, "must be strings"),
-        ({"x": np.ones((2, 2))}, "must be strings"),
-        ({"x": np.zeros(2, "M8[s]")}, "must be strings"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=word):
-            build(table)
+    with pytest.raises(TypeError, match="collect"):
+        build(pl.DataFrame(_dict()).lazy())
+    with pytest.raises(ValueError, match="differ"):
+        build(pd.DataFrame([[1, 2]], columns=["a", "a"]))
 
 
 def test_without_pyarrow(monkeypatch):

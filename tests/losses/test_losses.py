@@ -404,9 +404,3 @@ def test_ids_out_of_range_are_seen():
     np.testing.assert_array_equal(np.isnan(found), [True, False])
     found = run(table, x, jnp.array([1, 3]), jnp.array([9]))
     assert np.isnan(found).all()
-
-
-def test_inputs_in_place_of_the_table_are_named():
-    table, inputs, labels = jnp.zeros((100, 4)), jnp.ones((2, 4)), jnp.array([7, 3])
-    with pytest.raises(ValueError, match="table comes before inputs"):
-        sj.losses.nce_loss(inputs, table, labels, jnp.array([1, 2]))

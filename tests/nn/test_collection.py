@@ -321,16 +321,3 @@ def test_a_collection_is_static():
     f = jax.jit(lambda layer, p, ids: layer(p, ids), static_argnums=0)
     out = f(small, small.init(jax.random.key(0)), {"x": jnp.array([1])})
     assert out["x"].shape == (1, 2)
-
-
-def test_names_and_heights_that_are_refused():
-    """Beside those of tests/error_messages.md."""
-    params = {STACK: jnp.zeros((HEIGHT, D))}
-    tall = sj.nn.EmbeddingCollection({"a": (2**30, 2), "b": (2**30, 2)})
-    for call, error, word in (
-        (lambda: tall.row_ids({"a": jnp.arange(2)}), ValueError, "64-bit"),
-        (lambda: LAYER.get_table(params, "users"), KeyError, "users"),
-        (lambda: LAYER.stack({"user": jnp.ones((101, D))}), TypeError, "keys"),
-    ):
-        with pytest.raises(error, match=word):
-            call()

@@ -253,18 +253,6 @@ def test_tables():
         )(model)
 
 
-def test_wrong_arguments():
-    model, grad = Model(), partial(sj.nn.nnx.grad, _mse)
-    for options, error, word in (
-        (dict(argnums=(0, 0)), ValueError, "once"),
-        (dict(argnums=7), TypeError, "argnums"),
-        (dict(has_aux=True), TypeError, "aux"),
-        (dict(tables={"a": True}), ValueError, "tables="),
-    ):
-        with pytest.raises(error, match=word):
-            grad(**options)(model, IDS, Y)
-
-
 # ------------------------------------------------------------------ tables in a state
 
 

@@ -209,27 +209,3 @@ def test_state_of_nested_optimizers_inside_jit():
         assert sharded
         for leaf in sharded:
             assert leaf.sharding.is_equivalent_to(table.values.sharding, leaf.ndim)
-
-
-@pytest.mark.window
-def test_gradients_and_state_must_be_the_tables():
-    mesh = mesh_of()
-    table = sj.parallel.shard_rows(table_of(V, D), mesh, "x")
-    other = sj.parallel.shard_rows(table_of(V, D), mesh, "x", layout="block")
-    tx: Any = sj.optim.lazy(optax.adam(0.1))
-    state = tx.init(table)
-    loss = lambda t: jnp.sum(sj.lookup(t, np.arange(8)) ** 2)
-    gradient = jax.jit(sj.grad(loss))(table)
-    rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
-    for wrong in (jnp.ones((V, D)), rows):
-        with pytest.raises(TypeError, match="ShardedTable"):
-            tx.update(wrong, state, table)
-    with pytest.raises(TypeError, match="layout"):
-        tx.update(gradient, state, other)
-    with pytest.raises(ValueError, match="layout"):
-        tx.update(gradient, tx.init(other), table)
-    sgd = sj.optim.lazy(optax.sgd(0.1))
-    refusing: Any = sj.optim.exact(optax.sgd(0.1)), sj.optim.accumulate(sgd, 2, 4)
-    for wrong in refusing:
-        with pytest.raises(TypeError, match="ShardedTable"):
-            wrong.init({"t": table})

@@ -25,6 +25,7 @@ from helpers import (
     drawn,
     to_dense,
 )
+from oracle import run_steps, train_in_memory
 from test_store import TRANSFORMATIONS
 
 
@@ -77,36 +78,14 @@ def simple(params, batch):
     return jnp.mean((rows @ params["w"] - batch["weight"]) ** 2)
 
 
-def train_in_memory(loss, params, tx, batches=BATCHES):
-    """Losses and parameters of the same training with the tables on the device."""
-    lazy = sj.optim.lazy(tx)
-
-    @jax.jit
-    def step(params, state, batch):
-        value, grads = sj.value_and_grad(loss)(params, batch)
-        updates, state = lazy.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state, losses = lazy.init(params), []
-    for batch in batches:
-        params, state, value = step(params, state, batch)
-        losses.append(value)
-    return losses, params
-
-
 def train_on_store(
     store, loss, params, tx, batches=BATCHES, *, depth: Any = 1, compilations=1
 ) -> Any:
     """Losses, parameters and state; a depth of None does not prefetch."""
-    step, state, losses = store.train_step(loss, tx), tx.init(params), []
-    pairs = ((batch, None) for batch in batches)
-    if depth is not None:
-        pairs = step.prefetch(params, batches, depth=depth)
-    for batch, rows in pairs:
-        params, state, value = step(params, state, batch, rows)
-        losses.append(value)
+    step = store.train_step(loss, tx)
+    trained = run_steps(step, params, tx.init(params), batches, depth)
     assert step.compilations == compilations
-    return losses, params, state
+    return trained
 
 
 def assert_tables_close(store, **tables):
@@ -221,7 +200,7 @@ def test_each_way_of_reading(names):
 @pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
 def test_training_equals_training_in_memory(name):
     tx = TRANSFORMATIONS[name]()
-    expected, memory = train_in_memory(simple, arrays(), tx)
+    expected, memory, _ = train_in_memory(simple, arrays(), tx, BATCHES)
     store = make_store(tx)
     losses, params, _ = train_on_store(store, simple, with_tables(store, arrays()), tx)
     assert_trees_close(losses, expected, rtol=1e-5)
@@ -425,7 +404,7 @@ def test_cached_tables_are_trained_as_in_memory(depth):
 
     labels = {"items": "cached", "w": "cached", "users": "pulled"}
     both = optax.partition({"cached": tx, "pulled": SGD}, labels)
-    expected, memory = train_in_memory(simple, arrays(), both)
+    expected, memory, _ = train_in_memory(simple, arrays(), both, BATCHES)
     assert_trees_close(losses, expected, rtol=1e-5)
     assert_tables_close(store, items=memory["items"], users=memory["users"])
     assert_trees_close(params["w"], memory["w"], rtol=1e-4)
@@ -448,35 +427,12 @@ def test_ids_that_depend_on_rows():
     assert_same_bits(two, weights(0)[links[ids]])
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        jnp.mean,
-        lambda t: t @ jnp.ones(D),
-        lambda t: lax.while_loop(
-            lambda c: c[0] < 3, lambda c: (c[0] + 1, t[c[0]]), (0, t[0])
-        )[1],
-        lambda t: t.at[3].set(0.0)[4],
-    ],
-)
-def test_a_use_of_all_rows_is_refused(use):
-    store = make_store()
-    with pytest.raises((sj.DensifyError, TypeError), match="'items'"):
-        store.forward(lambda p: use(p["items"]))({"items": store["items"]})
-
-
 def test_ids_that_depend_on_parameters():
     store = make_store()
     params = {"items": store["items"], "w": jnp.full(1, 2.0)}
     loss = lambda p, ids: jnp.sum(p["items"][ids + p["w"].astype(int)[0]])
     value, _ = store.value_and_grad(loss)(params, jnp.array([1, 5]))
     assert_trees_close(value, weights(0)[[3, 7]].sum(), rtol=1e-5)
-
-
-def test_a_table_that_a_function_closes_over_is_refused():
-    store = make_store()
-    with pytest.raises(TypeError, match="must not close over it"):
-        store.forward(lambda p: store["items"][jnp.array([1])])(with_tables(store, {}))
 
 
 def test_the_table_as_an_object():
@@ -500,7 +456,7 @@ def test_on_a_mesh():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
     batches = [jax.tree.map(lambda x: np.resize(x, 16), batch) for batch in BATCHES]
-    expected, memory = train_in_memory(simple, arrays(), ADAM, batches)
+    expected, memory, _ = train_in_memory(simple, arrays(), ADAM, batches)
     store = make_store(ADAM, mesh)
     params = with_tables(store, {"w": put(arrays()["w"], P())})
     split = [put(batch, P("x")) for batch in batches]
@@ -522,7 +478,7 @@ def towers_loss(score, batch):
 
 def assert_trains_as_in_memory(store, loss, in_memory, on_store, tables):
     """`tables` takes a tree of parameters and returns {name: table}."""
-    expected, memory = train_in_memory(loss, in_memory, ADAM)
+    expected, memory, _ = train_in_memory(loss, in_memory, ADAM, BATCHES)
     assert {t.name for t in tables(on_store).values()} == {"items", "users"}
     losses, _, _ = train_on_store(store, loss, on_store, ADAM)
     assert_trees_close(losses, expected, rtol=1e-5)
