@@ -26,9 +26,9 @@ Sharp edges:
 - The collecting walk binds only equations that a table reaches. The output of any other
   equation is a placeholder there: a tracer of the right type, made when a rule asks for
   it. A large model around a lookup is therefore traced twice, not three times.
-- Control flow walks its body separately, with its own `Reads`. Their sites are stored
-  by the `path` of the equation, since the planting walk must know how many deltas to
-  pass into the body before it walks it.
+- Control flow walks a `Body` with its own `Reads`. Their sites are stored by the `path`
+  of the body, since the planting walk must know how many deltas to pass into the body
+  before it walks it.
 - At most one of the tables that meet in an equation stays a table: the one that is
   read or, in arithmetic, the one with the most rows (`ctx.one_table`). The others are
   dense uses.
@@ -211,13 +211,6 @@ class Reads:
         self.sites.extend(sites)
         self.ids.extend(ids)
 
-    def of_body(self, deltas: Sequence[jax.Array]) -> Reads:
-        """Reads for a body: planting `deltas` if this one plants, else collecting."""
-        return Reads(deltas if self.planting else None)
-
-
-Bodies = dict[Any, list[tuple[Site, ...]]]
-
 
 @dataclasses.dataclass
 class Run:
@@ -226,7 +219,7 @@ class Run:
     Args:
       heights: by the number of a table, its number of rows.
       liveness: the variables that the loss is differentiated through.
-      bodies: by the path of a control-flow equation, the sites in each of its bodies.
+      bodies: by the path of a body in an equation, the sites in it.
       dense: the dense uses found.
       sites: all reads, once they have been collected.
       with_rules_of_arrays: by the id of a program, the program, and True if it has an
@@ -235,7 +228,7 @@ class Run:
 
     heights: Mapping[int, int]
     liveness: Liveness = dataclasses.field(default_factory=Liveness)
-    bodies: Bodies = dataclasses.field(default_factory=dict)
+    bodies: dict[Any, tuple[Site, ...]] = dataclasses.field(default_factory=dict)
     dense: list[DenseUse] = dataclasses.field(default_factory=list)
     sites: tuple[Site, ...] = ()
     with_rules_of_arrays: dict[int, tuple[Any, bool]] = dataclasses.field(
@@ -251,10 +244,7 @@ class Run:
         return dataclasses.replace(
             self,
             heights={table: self.heights[table] for table in tables},
-            bodies={
-                path: [*map(mine, body_sites)]
-                for path, body_sites in self.bodies.items()
-            },
+            bodies={path: mine(sites) for path, sites in self.bodies.items()},
             dense=[use for use in self.dense if use.table in tables],
             sites=mine(self.sites),
         )
@@ -467,44 +457,64 @@ class RuleContext:
         why = "combines it with all rows of a table"
         return [x if is_kept(x) else self.dense(x, why) for x in inputs]
 
-    def walk(
-        self,
-        jaxpr: Any,
-        args: Sequence[Any],
-        reads: Reads | None = None,
-        live: Sequence[bool] | None = None,
-        branch: int = 0,
-    ) -> list[Any]:
-        """Walks a sub-program of the equation.
-
-        Args:
-          jaxpr, args: the program, open or closed, and its arrays and TableRefs.
-          reads: separate `Reads` for a body; None inlines the body here.
-          live: for each output of the program, True if the loss is differentiated
-            through it; None if these are the outputs of the equation.
-          branch: the number of the program among the programs of the equation.
-
-        Returns:
-          list of outputs, arrays and TableRefs.
-        """
+    def walk(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Walks the program that the equation calls, as part of this one."""
         inner, consts = _compat.open_jaxpr(jaxpr)
+        inputs, path = [*consts, *args], (*self.path, 0)
         return walk(
-            self.run,
-            self.reads if reads is None else reads,
-            inner,
-            [*consts, *args],
-            self.live if live is None else live,
-            path=(*self.path, branch),
-            where=self.where,
+            self.run, self.reads, inner, inputs, self.live, path=path, where=self.where
         )
 
-    def body_sites(self, count: int = 1) -> list[tuple[Site, ...]]:
-        """Returns the sites in each of `count` bodies that were collected."""
-        return self.run.bodies.get(self.path, [()] * count)
 
-    def set_body_sites(self, *bodies: Sequence[Site]) -> None:
-        """Stores the sites in each body of the equation for the planting walk."""
-        self.run.bodies[self.path] = [*map(tuple, bodies)]
+class Body:
+    """A program inside an equation, which is rebuilt around a walk of the program.
+
+    Args:
+      ctx: of the equation.
+      jaxpr: the program, open or closed.
+      number: its place among the programs of the equation.
+    """
+
+    def __init__(self, ctx: RuleContext, jaxpr: Any, number: int = 0):
+        self._ctx, self._path = ctx, (*ctx.path, number)
+        self._jaxpr, self._consts = _compat.open_jaxpr(jaxpr)
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        """The reads of the last walk."""
+        return self._ctx.run.bodies.get(self._path, ())
+
+    def walk(
+        self,
+        args: Sequence[Any],
+        deltas: Sequence[jax.Array],
+        live: Sequence[bool] | None = None,
+    ) -> tuple[list[Any], list[jax.Array]]:
+        """Walks the program with reads of its own.
+
+        Args:
+          args: arrays and TableRefs.
+          deltas: for each of `sites`, what to plant there; none when collecting.
+          live: for each output of the program, True if the loss is differentiated
+            through it; None if these are the outputs of the equation.
+
+        Returns:
+          The outputs, and the ids of each read when planting.
+        """
+        ctx, inputs = self._ctx, [*self._consts, *args]
+        reads = Reads(deltas if ctx.reads.planting else None)
+        live = ctx.live if live is None else live
+        outs = walk(
+            ctx.run,
+            reads,
+            self._jaxpr,
+            inputs,
+            live,
+            path=self._path,
+            where=ctx.where,
+        )
+        ctx.run.bodies[self._path] = tuple(reads.sites)
+        return outs, reads.ids
 
 
 # ------------------------------------------------------------------ the walk

@@ -6,6 +6,7 @@ go in and ids come out, stacked along the length of a loop. Bodies close over ta
 (and all else that does not change), so no table is carried, stacked or returned.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,12 +16,7 @@ from jax import lax
 
 from sparsejax import _arguments, _compat, _mesh, _primitives
 from sparsejax._compat import primitives as p
-from sparsejax.transform.interpreter import (
-    Reads,
-    RuleContext,
-    Site,
-    register_rule,
-)
+from sparsejax.transform.interpreter import Body, RuleContext, Site, register_rule
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef
 
@@ -89,23 +85,18 @@ def _checkpoint_rule(
     ctx: RuleContext, *inputs: Any, jaxpr: Any, prevent_cse: Any, policy: Any, **_: Any
 ) -> list[Any]:
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
-    (body_sites,) = ctx.body_sites()
-    sites: list[Site] = []
+    body = Body(ctx, jaxpr)
     views: list[Any] = []
 
     def run(arrays, deltas):
-        full = _merge(inputs, places, arrays)
-        reads = ctx.reads.of_body(deltas)
-        outs = ctx.walk(jaxpr, full, reads)
-        sites[:] = reads.sites
+        outs, ids = body.walk(_merge(inputs, places, arrays), deltas)
         # The body returns the operands of a view; its other fields are static.
         views[:] = [o if isinstance(o, TableRef) else None for o in outs]
-        return [v.operands if v else o for o, v in zip(outs, views)], reads.ids
+        return [v.operands if v else o for o, v in zip(outs, views)], ids
 
     rebuilt = jax.checkpoint(run, prevent_cse=prevent_cse, policy=policy)
-    outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body_sites)))
-    ctx.set_body_sites(sites)
-    ctx.reads.add(sites, ids)
+    outs, ids = rebuilt([inputs[i] for i in places], ctx.reads.take(len(body.sites)))
+    ctx.reads.add(body.sites, ids)
     return [v.with_operands(o) if v else o for o, v in zip(outs, views)]
 
 
@@ -114,7 +105,8 @@ def _checkpoint_rule(
 
 @register_rule(p.scan_p)
 def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
-    body, _ = _compat.open_jaxpr(params["jaxpr"])
+    jaxpr, _ = _compat.open_jaxpr(params["jaxpr"])
+    body = Body(ctx, params["jaxpr"])
     length, (n_consts, n_carry) = params["length"], _compat.scan_split(params)
     consts, carry = inputs[:n_consts], list(inputs[n_consts : n_consts + n_carry])
     xs = list(inputs[n_consts + n_carry :])
@@ -124,30 +116,26 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         # The loop is over the numbers of the tables in a stack.
         numbered = i in stacks
         xs[i] = jnp.arange(length) if numbered else ctx.dense(x, "is looped over")
-    into, out_of = body.invars[n_consts : n_consts + n_carry], body.outvars[:n_carry]
+    into, out_of = jaxpr.invars[n_consts : n_consts + n_carry], jaxpr.outvars[:n_carry]
     for i, (c, a, b) in enumerate(zip(carry, into, out_of)):
         if isinstance(c, TableRef) and a is not b:
             carry[i] = ctx.dense(c, "is carried through a loop that changes it")
     # A table that is carried unchanged is a constant.
     places = [i for i, c in enumerate(carry) if not isinstance(c, TableRef)]
-    live = _loop_liveness(ctx.run.liveness, body, ctx.live, n_consts, n_carry)
-    (body_sites,) = ctx.body_sites()
-    sites: list[Site] = []
+    live = _loop_liveness(ctx.run.liveness, jaxpr, ctx.live, n_consts, n_carry)
 
     def step(changing, x):
         x, deltas = x
         x = [stacks[i].one(k) if i in stacks else k for i, k in enumerate(x)]
-        reads = ctx.reads.of_body(deltas)
         args = [*consts, *_merge(carry, places, changing), *x]
-        outs = ctx.walk(params["jaxpr"], args, reads, live=live)
-        sites[:] = reads.sites
+        outs, ids = body.walk(args, deltas, live)
         outs = [
             o if i < n_carry and i not in places else ctx.dense(o, _RETURNED, live[i])
             for i, o in enumerate(outs)
         ]
-        return [outs[i] for i in places], (outs[n_carry:], reads.ids)
+        return [outs[i] for i in places], (outs[n_carry:], ids)
 
-    xs = xs, ctx.reads.take(len(body_sites))
+    xs = xs, ctx.reads.take(len(body.sites))
     changing, (ys, ids) = lax.scan(
         step,
         [carry[i] for i in places],
@@ -157,8 +145,7 @@ def _scan_rule(ctx: RuleContext, *inputs: Any, **params: Any) -> list[Any]:
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    ctx.set_body_sites(sites)
-    ctx.reads.add([s.in_loop(length) for s in sites], ids)
+    ctx.reads.add([s.in_loop(length) for s in body.sites], ids)
     return [*_merge(carry, places, changing), *ys]
 
 
@@ -192,24 +179,17 @@ def _cond_rule(
 ) -> list[Any]:
     # Only one branch runs, so the branches share their deltas: for each table as many
     # rows as the branch that reads the most. The remaining slots of a branch are empty.
-    body_sites = ctx.body_sites(len(branches))
-    shared = _largest(body_sites)
+    bodies = [Body(ctx, jaxpr, number) for number, jaxpr in enumerate(branches)]
+    shared = _largest(bodies)
     deltas = dict(zip((s.table for s in shared), ctx.reads.take(len(shared))))
-    sites: list[tuple[Site, ...]] = [()] * len(branches)
 
-    def run(number: int):
-        reads = ctx.reads.of_body(_cut(deltas, body_sites[number]))
-        outs = ctx.walk(branches[number], operands, reads, branch=number)
-        sites[number] = tuple(reads.sites)
+    def run(body: Body):
+        outs, ids = body.walk(operands, _cut(deltas, body.sites))
         outs = [ctx.dense(o, _RETURNED, live) for o, live in zip(outs, ctx.live)]
-        return outs, [_gather_ids(site, reads, ctx) for site in shared]
+        return outs, [_gather_ids(site, body.sites, ids, ctx) for site in shared]
 
-    def branch(number: int):
-        return lambda: run(number)
-
-    outs, ids = lax.switch(index, [branch(k) for k in range(len(branches))])
-    ctx.set_body_sites(*sites)
-    ctx.reads.add(_largest(sites), ids)
+    outs, ids = lax.switch(index, [functools.partial(run, body) for body in bodies])
+    ctx.reads.add(_largest(bodies), ids)
     return outs
 
 
@@ -220,12 +200,12 @@ def _cond_flow(liveness: Liveness, eqn: Any, out: tuple[bool, ...]) -> Sequence[
     return (False, *(any(x) for x in ins))
 
 
-def _largest(branches: Sequence[Sequence[Site]]) -> list[Site]:
+def _largest(branches: Sequence[Body]) -> list[Site]:
     """Returns one site for each table, as large as in any branch."""
     result: dict[int, Site] = {}
-    for sites in branches:
+    for body in branches:
         total: dict[int, int] = {}
-        for site in sites:
+        for site in body.sites:
             total[site.table] = total.get(site.table, 0) + site.num_rows
             seen = result.get(site.table, site._replace(lead=(0,), spec=()))
             # Numbers of rows may be symbolic, in an export.
@@ -250,11 +230,13 @@ def _cut(deltas: dict[int, jax.Array], sites: Sequence[Site]) -> list[jax.Array]
     return pieces
 
 
-def _gather_ids(shared: Site, reads: Reads, ctx: RuleContext) -> jax.Array:
+def _gather_ids(
+    shared: Site, sites: Sequence[Site], ids: Sequence[jax.Array], ctx: RuleContext
+) -> jax.Array:
     """Joins the ids at which one branch read one table, padded to the shared length."""
     height = ctx.run.heights[shared.table]
     dtype = _arguments.index_dtype(height)
-    pairs = zip(reads.sites, reads.ids)
+    pairs = zip(sites, ids)
     # Branches must also agree on the sharding over explicit mesh axes.
     mine = [_mesh.replicate(i).reshape(-1) for s, i in pairs if s.table == shared.table]
     num_empty = shared.num_rows - sum(i.size for i in mine)

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from sparsejax import _compat
-from sparsejax.transform.interpreter import RuleContext, Site, register_rule
+from sparsejax.transform.interpreter import Body, RuleContext, Site, register_rule
 from sparsejax.transform.liveness import Liveness, register_flow
 from sparsejax.transform.table import TableRef
 
@@ -38,9 +38,10 @@ def _shard_map_rule(
     )
     places = [i for i, x in enumerate(inputs) if not isinstance(x, TableRef)]
     refs = [x for x in inputs if isinstance(x, TableRef)]
-    (body_sites,) = ctx.body_sites()
-    specs = [PartitionSpec(tuple(sorted(s.axes & manual)) or None) for s in body_sites]
-    sites: list[Site] = []
+    body = Body(ctx, jaxpr)
+    # Without vma types the axes along which reads vary are unknown: assume all.
+    axes_of = lambda s: tuple(sorted(s.axes & manual if check_vma else manual))
+    specs = [PartitionSpec(axes_of(site) or None) for site in body.sites]
 
     def run(arrays, packed, deltas):
         # The body must not close over arrays.
@@ -50,18 +51,17 @@ def _shard_map_rule(
         )
         remaining = iter(arrays)
         args = [next(tables if isinstance(x, TableRef) else remaining) for x in inputs]
-        pairs = zip(deltas, body_sites)
-        reads = ctx.reads.of_body([d.reshape(s.lead + d.shape[1:]) for d, s in pairs])
-        outs = ctx.walk(jaxpr, args, reads)
-        # Without vma types the axes along which reads vary are unknown: assume all.
-        sites[:] = [s if check_vma else s._replace(axes=manual) for s in reads.sites]
-        ids = [i.reshape(-1) for i in reads.ids]
+        pairs = zip(deltas, body.sites)
+        deltas = [d.reshape(s.lead + d.shape[1:]) for d, s in pairs]
+        outs, ids = body.walk(args, deltas)
+        ids = [i.reshape(-1) for i in ids]
         if check_vma:
-            ids = [_compat.to_varying(i, site.axes) for i, site in zip(ids, sites)]
+            pairs = zip(ids, body.sites)
+            ids = [_compat.to_varying(i, site.axes) for i, site in pairs]
         outs = [ctx.dense(o, "returns it", live) for o, live in zip(outs, ctx.live)]
         return outs, ids
 
-    deltas = ctx.reads.take(len(body_sites))  # their first axis is split over devices
+    deltas = ctx.reads.take(len(body.sites))  # their first axis is split over devices
     outs, ids = jax.shard_map(
         run,
         mesh=mesh,
@@ -70,8 +70,8 @@ def _shard_map_rule(
         axis_names=manual,
         check_vma=check_vma,
     )([inputs[i] for i in places], [(r.array, r.operands) for r in refs], deltas)
-    ctx.set_body_sites(sites)
-    ctx.reads.add([_from_outside(site, mesh, manual) for site in sites], ids)
+    sites = [_from_outside(s, axes_of(s), mesh, manual) for s in body.sites]
+    ctx.reads.add(sites, ids)
     return outs
 
 
@@ -82,10 +82,17 @@ def _shard_map_flow(
     return liveness.inputs(_compat.open_jaxpr(eqn.params["jaxpr"])[0], out)
 
 
-def _from_outside(site: Site, mesh: Any, manual: frozenset) -> Site:
-    """Returns the site outside of the `shard_map`: the reads of all devices, flat."""
+def _from_outside(
+    site: Site, across: tuple[str, ...], mesh: Any, manual: frozenset
+) -> Site:
+    """Returns the site outside of the `shard_map`: the reads of all devices, flat.
+
+    Args:
+      site: inside.
+      across: the manual axes along which its reads vary.
+      mesh, manual: of the `shard_map`.
+    """
     sizes = dict(zip(mesh.axis_names, mesh.axis_sizes))
-    across = tuple(sorted(site.axes & manual))
     types = dict(zip(mesh.axis_names, mesh.axis_types))
     return Site(
         site.table,
