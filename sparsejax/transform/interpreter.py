@@ -424,7 +424,7 @@ class RuleContext:
     def dense(
         self, x: Any, why: str = "is not a read of whole rows", live: bool = True
     ) -> Any:
-        """Returns the whole table as an array, and an array unchanged.
+        """Returns a table as the whole array, and any other input unchanged.
 
         If the loss is differentiated through this equation, and `live`, this is a dense
         use, and the table gets no sparse gradient.

@@ -197,7 +197,7 @@ class TableRef:
         return dataclasses.replace(self, steps=(*self.steps, step), **changes)
 
     def view(self, rows: jax.Array) -> jax.Array:
-        """Makes rows of the view `[n, *content]` of rows of the table `[n, ...]`."""
+        """Applies the steps to rows of the table; returns rows `[n, *content]`."""
         for step in self.steps:
             rows = step(rows)
         return rows
@@ -207,7 +207,7 @@ class TableRef:
         if self.reader is not None:
             self.reader.refuse(self, "the function returns a table")
         rows, axes = self.array, self.row_axes
-        with _mesh.mesh_of(rows):  # an equation that makes axes Auto has another one
+        with _mesh.mesh_of(rows):  # an equation that makes axes Auto runs on another
             if self.first is not None:
                 rows = lax.dynamic_slice_in_dim(rows, self.first, self.height)
             rows = self.view(rows)

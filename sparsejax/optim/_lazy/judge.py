@@ -173,11 +173,12 @@ def required_arguments(error: BaseException | None) -> set[str]:
 class Judge(Runner):
     """The walk of the program of one row.
 
-    Values of rows are nodes. So are constants, and what is the same in all rows, of no
-    table, and a number with a sign. All else is `Shared`: a number that is not known.
+    Values of rows are nodes. Constants, values that are the same in all rows, and
+    negated numbers are nodes of no table. Any other value is `Shared`: its number is
+    unknown.
 
     Attributes:
-      faults: what prevents that the tables are lifted.
+      faults: what prevents lifting the tables.
       outputs: of `Update.trace`.
 
     Raises:
@@ -217,7 +218,7 @@ class Judge(Runner):
         if (
             any(v.aval.shape[:1] == (1,) for v in eqn.outvars)
             or not any(isinstance(x, (Shared, Reduction)) for x in values)
-            # A function of a row that is run on random numbers knows the sign.
+            # Drawn numbers are positive, so the function of a row must negate them.
             or name == "neg"
             or (is_node and name in LINEAR)
         ):
@@ -235,7 +236,7 @@ class Judge(Runner):
             fault.path = fault.path or path
             fault.tables = tables = fault.tables or tables_of(ins)
             self.faults.append(fault)
-        # Goes on, to find other faults.
+        # Continue, to find other faults.
         nodes = self.nodes(eqn, [], min(tables, default=None))
         is_row = lambda x: tables and x.aval.shape[:1] == (1,)
         return [x if is_row(x) else Shared(x.aval, x.step) for x in nodes]
@@ -339,7 +340,7 @@ class Judge(Runner):
         return True
 
     def _is_neutral_constant(self, kind: str, x: Any) -> bool:
-        """Returns True for the zeros of `set_to_zero`, for example."""
+        """Returns True if a constant adds nothing, as the zeros of `set_to_zero`."""
         function = RowFunction([x], [])
         (still,) = self._run(function, "zero", "any")
         return self._is_neutral(kind, still, function)
@@ -382,7 +383,7 @@ class Judge(Runner):
         ]
         function = RowFunction(outputs, update.nodes(table))
         change, *state = self._run(function, "zero", "any")
-        # A state that cannot be, like a variance below zero, gives NaN.
+        # Invalid state, such as a negative variance, gives NaN.
         valid = ~np.isnan(change)
         changed = [WEIGHTS] if np.any(change[valid]) or not np.any(valid) else []
         for k, new, old in zip(mine, state, state[len(mine) :]):
@@ -421,7 +422,7 @@ class Judge(Runner):
         ]
         axes = [0 if drawn else None for drawn in is_drawn]
         run = jax.jit(jax.vmap(lambda _, *x: function(*x), in_axes=(0, 0, axes)))
-        # With an argument for a function of no input, whose draws are equal.
+        # `vmap` needs an argument, also for a function without inputs.
         args = np.zeros(_DRAWS, np.float32), inputs, operands
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         # Compiled ahead of time, it runs on numbers even while JAX traces.
@@ -492,7 +493,7 @@ def _upstream(x: Any, passes_on: Callable[[Any], bool]) -> Iterator[Any]:
 
     Args:
       x: a value.
-      passes_on: False for a value behind which the search ends.
+      passes_on: False for a value at which the search ends.
     """
     seen, stack = set(), [x]
     while stack:

@@ -47,7 +47,7 @@ class Part(NamedTuple):
 
 
 def of_transformation(tx: Any) -> Part:
-    """Returns the part that `tx` is as a whole."""
+    """Returns `tx` itself as a part."""
     update: Any = getattr(tx, "update", None)
     while hasattr(update, "func"):  # functools.partial
         update = update.func
@@ -72,7 +72,7 @@ def of_equation(path: Sequence[Any]) -> tuple[tuple[Part, ...], str]:
             frames, is_whole = inner, bool(ends) and ends[0] + 1 < len(stack)
         elif not is_whole:
             frames = inner + frames
-        # JAX keeps programs that it traced before, with the frames of that call.
+        # JAX reuses a program that it traced before, with the frames of that call.
         elif inner[len(inner) - len(frames) :] == frames:
             frames = inner
     parts = _among(frames)

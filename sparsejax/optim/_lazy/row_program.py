@@ -277,7 +277,7 @@ class Runner:
         return [Node(table, v.aval, step, k) for k, v in enumerate(eqn.outvars)]
 
     def value(self, x: Any) -> Any:
-        """Returns a value or a node; computes a reduction."""
+        """Returns a value or node as it is, and the value of a reduction."""
         if not isinstance(x, Reduction):
             return x
         if x.value is None:
@@ -313,7 +313,7 @@ def _read(env: dict[Any, Any], variables: Sequence[Any]) -> list[Any]:
 
 
 def type_of(x: Any) -> Any:
-    """Returns the type of a value, or of what stands for one."""
+    """Returns the type of a value, computed or not."""
     return x.aval if isinstance(x, (Node, Shared, Reduction)) else jax.typeof(x)
 
 
