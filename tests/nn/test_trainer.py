@@ -350,8 +350,10 @@ def test_bad_ids_do_not_spoil_the_parameters():
                 call(batch)
     jax.tree.map(assert_same_bits, jax.tree.map(np.array, state_of(made)), before)
     assert made.steps == 1
-    for options in ({"padding_id": -1}, {"mode": "zero"}):
-        item = SparseEmbedding(5, 2, name="item", **options)
+    for item in (
+        SparseEmbedding(5, 2, name="item", padding_id=-1),
+        SparseEmbedding(5, 2, name="item", mode="zero"),
+    ):
         assert np.isfinite(squared(Scored(item)).step(jnp.array([1, -1])))
     loose = squared(Scored(), mode="drop")
     assert np.isnan(fit(loose, [jnp.array([1, 5])], prefetch=1)).all()

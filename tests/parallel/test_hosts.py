@@ -4,12 +4,6 @@ The processes run `worker.py`. Both write one checkpoint, which the test reads o
 device.
 """
 
-import contextlib
-import pathlib
-import socket
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,47 +12,11 @@ import pytest
 
 import sparsejax as sj
 import worker
-from helpers import ROOT, assert_same_bits
+from helpers import assert_same_bits, run_together
 from one_device import assert_close, dense_step_of, run
 
 
 pytestmark = pytest.mark.slow
-
-HERE = pathlib.Path(__file__).parent
-TIMEOUT = 240  # seconds; it takes about ten
-
-
-def _free_port():
-    with contextlib.closing(socket.socket()) as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def _run_all(*argument_lists):
-    """Runs a worker for each list of arguments at once; shows output if one fails."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "worker.py"), *map(str, arguments)],
-            cwd=ROOT,
-            env={**worker.os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for arguments in argument_lists
-    ]
-    said = {}
-    try:
-        for process in running:
-            said[process.pid] = process.communicate(timeout=TIMEOUT)[0]
-    except subprocess.TimeoutExpired:
-        said["time"] = f"no end after {TIMEOUT} seconds"
-    finally:
-        for process in running:
-            process.kill()  # which does nothing to one that has ended
-            said.setdefault(process.pid, process.communicate()[0])
-    codes = [process.returncode for process in running]
-    assert codes == [0] * len(running), "\n\n".join(map(str, [codes, *said.values()]))
 
 
 def _like():
@@ -88,8 +46,7 @@ def _check_training(trained, name):
 @pytest.mark.usefixtures("loose_promotion")  # optax.adam on dense arrays
 def test_two_processes_train_like_one_device(tmp_path):
     """One test, so that the processes run once, however many workers pytest has."""
-    port = _free_port()
-    _run_all(*(["train", port, k, tmp_path] for k in range(worker.PROCESSES)))
+    run_together(worker.__file__, "train", directory=tmp_path)
     options = ocp.CheckpointManagerOptions(read_only=True)
     with ocp.CheckpointManager(tmp_path, options=options) as manager:
         first = sj.parallel.restore(manager, _like(), step=worker.TABLE_STEP)

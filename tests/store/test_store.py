@@ -342,11 +342,12 @@ def test_assigned_rows_reach_a_batch_under_way():
 
 
 def test_refused_weights_change_nothing():
-    store = store_of(weights(), optax.sgd(1.0))
+    store: Any = store_of(weights(), optax.sgd(1.0))
     for wrong in (
         np.ones((V, D + 1)),
         sj.SelectedRows([1], jnp.ones((1, D)), V + 1),
         np.ones((V, D), np.complex64),
+        [1, 2],
     ):
         with pytest.raises(TypeError, match="assign: weights for table 't'"):
             store.assign("t", wrong)

@@ -367,7 +367,8 @@ def test_overflow_changes_nothing(cached):
     """Rows over the capacity, or more than a cache has slots, of one of the tables."""
     store, tx = make_store(ADAM), sj.optim.lazy(ADAM)
     before = {name: store.pull_all(name) for name in ("items", "users")}
-    params, capacity = with_tables(store, arrays()), {"users": 4}
+    params: Any = with_tables(store, arrays())
+    capacity = {"users": 4}
     if cached:
         cache = sj.store.CachedTable(store, "users", slots=4)
         params, capacity = params | {"users": cache.table}, None
