@@ -14,6 +14,7 @@ rows. Tables that are donated are updated in place; tests/optim/test_memory.py c
 the compiled program. `reduce_rows`, for a global norm, is a function in plain XLA.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from sparsejax._rows.order_after import order_after
 _BLOCK_ELEMENTS, _MAX_ROWS = 2**16, 2048
 
 
+@dataclasses.dataclass(frozen=True)
 class Program:
     """A function of one row, as a static parameter.
 
@@ -42,26 +44,16 @@ class Program:
       jaxpr: an open jaxpr: `(gradient, *rows of the tables, *operands) -> rows`, rows
         having a first axis of length 1.
       consts: its constants.
-      key: identifies the function, see `RowFunction.key`; None for a program that
-        equals only itself.
+      key: identifies the function, see `RowFunction.key`.
     """
 
-    def __init__(self, jaxpr: Any, consts: Sequence[Any], key: Any = None):
-        self.jaxpr, self.consts = jaxpr, tuple(consts)
-        self._key = object() if key is None else key
-
-    def __hash__(self):
-        return hash(self._key)
-
-    def __eq__(self, other):
-        return isinstance(other, Program) and self._key == other._key
-
-    def __repr__(self):
-        return f"Program({self.jaxpr})"
+    jaxpr: Any = dataclasses.field(compare=False)
+    consts: Sequence[Any] = dataclasses.field(compare=False)
+    key: Any = dataclasses.field(repr=False)
 
     def with_consts(self, consts: Sequence[Any]) -> "Program":
         """Returns the same program with other constants, as in a `shard_map`."""
-        return Program(self.jaxpr, consts, self._key)
+        return dataclasses.replace(self, consts=consts)
 
     def with_outputs(self, kept: Sequence[bool]) -> "Program":
         """Returns the same program with some of its results."""
@@ -69,15 +61,13 @@ class Program:
             return self
         outs = [v for v, is_kept in zip(self.jaxpr.outvars, kept) if is_kept]
         jaxpr = self.jaxpr.replace(outvars=outs)
-        return Program(jaxpr, self.consts, (self._key, tuple(kept)))
+        return Program(jaxpr, self.consts, (self.key, tuple(kept)))
 
     def depends(self, result: int, argument: int) -> bool:
         """Returns True if a result is computed from an argument, by their numbers."""
-        users = {v for v in self.jaxpr.outvars[result : result + 1] if _is_variable(v)}
-        for eqn in reversed(self.jaxpr.eqns):
-            if users.intersection(eqn.outvars):
-                users.update(filter(_is_variable, eqn.invars))
-        return self.jaxpr.invars[argument] in users
+        wanted = [k == result for k in range(len(self.jaxpr.outvars))]
+        _, _, is_used = _compat.only_needed(self.jaxpr, self.consts, wanted)
+        return is_used[argument]
 
     @property
     def outputs(self) -> list[Any]:
@@ -268,10 +258,6 @@ def _update_by_blocks(rows, at, values, count, *rest, program, num_tables, write
         np.int32(0), _turns(count, block), turn, (written, updates)
     )
     return *written, updates[:n]
-
-
-def _is_variable(v: Any) -> bool:
-    return not isinstance(v, _compat.Literal)
 
 
 # ------------------------------------------------------------------ reduce_rows

@@ -187,12 +187,9 @@ class _Table:
             program returns this sum, the other outputs, and the first one.
         """
         rows = [self.gradient, *nodes]
-        key: Any = function.key(rows), adds_to
-        try:
-            if key in self.programs:
-                return self.programs[key]
-        except TypeError:  # a parameter that cannot be hashed
-            key = None
+        key = function.key(rows), adds_to
+        if key in self.programs:
+            return self.programs[key]
 
         def program(*args):
             values = dict(zip(rows, args))
@@ -206,7 +203,7 @@ class _Table:
         specs = [n.aval for n in rows]
         specs += [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in function.operands]
         traced = block_pass.Program(*_compat.trace(program, *specs), key)
-        return self.programs.setdefault(key, traced) if key else traced
+        return self.programs.setdefault(key, traced)
 
 
 def _add(rows: jax.Array, change: jax.Array) -> jax.Array:

@@ -176,9 +176,6 @@ class RowFunction:
 
         Args:
           rows: nodes, among them all `inputs`.
-
-        Returns:
-          A tuple; comparing it needs parameters of equations that can be hashed.
         """
         names: dict[int, Any] = {id(x): k for k, x in enumerate(rows)}
         names.update((id(x), ("operand", k)) for k, x in enumerate(self.operands))
@@ -193,7 +190,11 @@ class RowFunction:
         steps = []
         for k, step in enumerate(self.steps):
             names[id(step)] = "step", k
-            params = tuple(sorted(step.eqn.params.items()))
+            params: Any = tuple(sorted(step.eqn.params.items()))
+            try:
+                hash(params)
+            except TypeError:
+                params = object()  # the function equals no other one
             steps.append((step.eqn.primitive, params, *map(name, step.inputs)))
         types = *(x.aval for x in rows), *map(type_of, self.operands)
         return types, tuple(steps), tuple(map(name, self.outputs))
