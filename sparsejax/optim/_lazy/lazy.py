@@ -143,8 +143,7 @@ def lazy(
             return inner.update(updates, state, params, **extra_args)
         verdict = separability.for_tables(tx, *step.key, check)
         for table, reason in verdict.refused.items():
-            is_stack = table in step.stacks
-            raise separability.refused(step.path(table), reason, is_stack)
+            raise separability.refused(step.path(table), reason, table in step.stacks)
         step = step.with_owners(verdict.owners, verdict.state)
         new = passes.run(inner, step, extra_args) if check else None
         if new is None:  # outside of jit, without params, or check=False

@@ -97,10 +97,9 @@ def run(
         updates, new_state = jax.tree.unflatten(out_treedef, outs)
         new_leaves = state_treedef.flatten_up_to(new_state)
         for i, table in tables.items():
-            new = {k: new_leaves[k] for k in table.state}
-            updates[i], new = table.finish(updates[i], new)
-            for k in table.state:
-                new_leaves[k] = new.get(k, state[k])
+            updates[i], followers = table.finish(updates[i], new_leaves)
+            for k, leaf in followers.items():
+                new_leaves[k] = leaf
     except NotByRows:
         return None
     return updates, state_treedef.unflatten(new_leaves)
@@ -152,16 +151,16 @@ class _Table:
             [(r.kind, r.axes) for r in group],
         )
 
-    def finish(self, update: Any, new: dict[int, Any]) -> tuple[Any, dict[int, Any]]:
-        """Returns the update of the table, and the leaves of the state that changed."""
-        new = {k: x for k, x in new.items() if x is not self.follower[k]}
+    def finish(self, update: Any, leaves: Sequence[Any]) -> tuple[Any, dict[int, Any]]:
+        """Returns the update of the table, and its leaves of the new state."""
+        new = {k: leaves[k] for k, old in self.follower.items() if leaves[k] is not old}
         function = RowFunction([update, *new.values()], self.nodes)
         operands = function.operands
         if not new and function.is_linear(self.gradient):
             change = lambda row: function([row[None]], operands)[0][0]
             scaled = self.passes.scale(change)
             if scaled is not None:
-                return scaled, {}
+                return scaled, self.state
         written = [self.weight, *(self.follower[k] for k in new)]
         used = [*written, *function.inputs]
         read = {n: x for n, x in self.arrays.items() if n in used}
@@ -171,7 +170,8 @@ class _Table:
         (table, *state), out = self.passes.update(
             list(read.values()), operands, program, writes
         )
-        return with_known_sum(out, self.weights, table), dict(zip(new, state))
+        state = {**self.state, **dict(zip(new, state))}
+        return with_known_sum(out, self.weights, table), state
 
     def _trace(
         self, function: RowFunction, nodes: Sequence[Node], adds_to: int | None = None
