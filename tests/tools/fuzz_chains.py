@@ -294,7 +294,8 @@ WHOLE = {
         norm="norm" in name,
         wakes=name == "yogi",
         kept=name == "novograd",
-        narrow=name in ("schedule", "inject_hyperparams"),
+        # A schedule is a number of float32.
+        narrow=name in ("schedule", "inject_hyperparams", "named_chain"),
         exact="m" if name in NAMED_BY_EXACT else "",
     )
     for name, make in SEPARABLE.items()
