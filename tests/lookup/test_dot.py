@@ -133,13 +133,20 @@ def test_elements_in_any_order():
     assert_trees_close(of_left, matrix().T @ LEFT)
 
 
-def test_a_matrix_without_elements():
+def test_a_matrix_without_elements_or_rows():
     csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(S, int))
     assert_trees_close(sj.dot(csr, DENSE), np.zeros((S, D), np.float32))
     assert transposed(csr, LEFT).capacity == 0
     csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(0, int))
     assert sj.dot(csr, DENSE).shape == (0, D)
     assert sj.dot(csr, DENSE[:0], num_columns=0).shape == (0, D)
+    none = lambda value: make_csr(INDEX, value, np.zeros(0, int))  # with elements
+    assert sj.dot(none(VALUE), DENSE).shape == (0, D)
+    loss = lambda value, dense: sj.dot(none(value), dense).sum()
+    for g in jax.jit(jax.grad(loss, (0, 1)))(VALUE, DENSE):
+        assert not g.any()
+    assert not sj.grad(loss, 1, tables=True)(VALUE, DENSE).to_dense().any()
+    assert not transposed(none(VALUE), LEFT[:0]).to_dense().any()
 
 
 @pytest.mark.slow
@@ -288,23 +295,3 @@ def test_kind_and_capacity_are_known_before_data():
     got = jax.eval_shape(transposed, make_csr(), LEFT)
     assert isinstance(got, sj.SelectedRows)
     assert (got.shape, got.capacity) == ((C, D), 10)
-
-
-# ------------------------------------------------------------------ refusals
-
-
-def test_no_rows():
-    """A matrix with elements and no rows."""
-
-    def csr(value):
-        elements = {"index": jnp.array([1, 2, 2]), "value": value}
-        return sj.SegmentTensor(elements, jnp.zeros(3, jnp.int32), 0)
-
-    dense, value = jnp.ones((5, 2)), jnp.ones(3)
-    assert sj.dot(csr(value), dense).shape == (0, 2)
-    loss = lambda value, dense: sj.dot(csr(value), dense).sum()
-    for g in jax.jit(jax.grad(loss, (0, 1)))(value, dense):
-        assert not g.any()
-    assert not sj.grad(loss, 1, tables=True)(value, dense).to_dense().any()
-    back = sj.dot(csr(value), jnp.ones((0, 2)), transpose=True, num_columns=5)
-    assert not back.to_dense().any()

@@ -193,14 +193,6 @@ def test_a_table_without_rows():
     assert sj.lookup(empty, ids, padding_id=-1)[1].tolist() == [0] * D
 
 
-def test_padding_is_not_read():
-    table = table_of(V).at[3].set(jnp.nan)
-    for mode in ("fill", "clip", "zero"):
-        got = sj.lookup(table, jnp.array([3, 2]), mode=mode, padding_id=3)
-        assert not got[0].any()
-        assert_same_bits(got[1], table[2])
-
-
 # ------------------------------------------------------------------ the program
 
 
@@ -281,13 +273,15 @@ def test_clipped_ids_give_their_gradient_to_the_nearest_row():
     assert grad[:, 0].tolist() == [1, 0, 1, 1, 0, 0, 1]
 
 
-def test_padding_gets_no_gradient_in_any_mode():
-    ids = jnp.array([3, 3, 2])
-    total = lambda t, mode: jnp.sum(sj.lookup(t, ids, mode=mode, padding_id=3))
-    for mode in ("fill", "clip", "zero"):
-        f = functools.partial(total, mode=mode)
-        grad = np.asarray(jax.jit(jax.grad(f))(table_of(V)))
-        assert grad[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0]
+@pytest.mark.parametrize("mode", ["fill", "clip", "zero"])
+def test_padding_is_not_read_and_gets_no_gradient(mode):
+    table, ids = table_of(V).at[3].set(jnp.nan), jnp.array([3, 3, 2])
+    read = lambda t: sj.lookup(t, ids, mode=mode, padding_id=3)
+    rows, pullback = jax.vjp(read, table)
+    assert not rows[:2].any()
+    assert_same_bits(rows[2], table[2])
+    (grad,) = pullback(jnp.ones((3, D)))
+    assert grad[:, 0].tolist() == [0, 0, 1, 0, 0, 0, 0]
 
 
 @pytest.mark.slow
@@ -427,12 +421,6 @@ def test_error_mode_without_checkify_names_it():
             f(ids)
 
 
-def test_error_mode_raises_at_once_outside_jit():
-    with pytest.raises(checkify.JaxRuntimeError, match="1 of 1 ids .* first is -3"):
-        sj.lookup(table_of(V), -3, mode="error")
-    assert sj.lookup(table_of(V), [[6]], mode="error").shape == (1, 1, D)
-
-
 # ------------------------------------------------------------------ SelectedRows
 
 
@@ -497,18 +485,3 @@ def test_a_variable_of_a_framework():
     nnx = pytest.importorskip("flax.nnx")
     table = table_of(V)
     assert_same_bits(sj.lookup(nnx.Param(table), [1, 2]), table[1:3])
-
-
-@pytest.mark.parametrize(
-    "ids",
-    ["tea", ["tea", "jam"], [b"tea"], np.array(["tea"], object), [["tea"], ["jam"]]],
-)
-def test_words_in_place_of_ids(ids):
-    table, index = table_of(V), sj.HashIndex.create(8)
-    for call in (lambda: sj.lookup(table, ids), lambda: index.find(ids)):
-        with pytest.raises(
-            TypeError, match="data.HashIds and sparsejax.data.Vocabular"
-        ):
-            call()
-    with pytest.raises(TypeError, match="Pass an int32 array"):
-        index.find(np.array([1, None]))

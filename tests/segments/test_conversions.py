@@ -13,78 +13,6 @@ import sparsejax as sj
 from helpers import assert_trees_close
 
 
-# Answers of Caffe2's operators: (function, argument, more arguments, answer).
-IDS = [0, 1, 1, 1, 3, 3]
-GAPS = [0, 0, 1, 5, 5]
-CAFFE2 = {
-    "LengthsToSegmentIds/basic": (
-        sj.lengths_to_segment_ids,
-        [1, 3, 0, 2],
-        (),
-        [0, 1, 1, 1, 3, 3],
-    ),
-    "LengthsToSegmentIds/one": (sj.lengths_to_segment_ids, [5], (), [0] * 5),
-    "LengthsToOffsets/lead_trail_include_last": (
-        sj.lengths_to_offsets,
-        [0, 2, 0, 3, 0],
-        (),
-        [0, 0, 2, 2, 5, 5],
-    ),
-    "LengthsToRanges/lead_trail": (
-        sj.lengths_to_ranges,
-        [0, 2, 0, 3, 0],
-        (),
-        [[0, 0], [0, 2], [2, 0], [2, 3], [5, 0]],
-    ),
-    "SegmentIdsToLengths/basic": (sj.segment_ids_to_lengths, IDS, (), [1, 3, 0, 2]),
-    "SegmentIdsToLengths/one_with_data": (
-        sj.segment_ids_to_lengths,
-        [0, 0, 0],
-        (7,),
-        [3, 0, 0, 0, 0, 0, 0],
-    ),
-    "SegmentIdsToLengths/lead_gap_with_data": (
-        sj.segment_ids_to_lengths,
-        [2, 2, 4],
-        (7,),
-        [0, 0, 2, 0, 1, 0, 0],
-    ),
-    "SegmentIdsToLengths/int64": (
-        sj.segment_ids_to_lengths,
-        np.array(GAPS, np.int64),
-        (),
-        [2, 1, 0, 0, 0, 2],
-    ),
-    "SegmentIdsToLengths/empty": (sj.segment_ids_to_lengths, [], (), []),
-    "SegmentIdsToRanges/basic_with_data": (
-        sj.segment_ids_to_ranges,
-        IDS,
-        (7,),
-        [[0, 1], [1, 3], [4, 0], [4, 2], [0, 0], [0, 0], [0, 0]],
-    ),
-    "SegmentIdsToRanges/one": (sj.segment_ids_to_ranges, [0, 0, 0], (), [[0, 3]]),
-    "SegmentIdsToRanges/lead_gap": (
-        sj.segment_ids_to_ranges,
-        [2, 2, 4],
-        (),
-        [[0, 0], [0, 0], [0, 2], [2, 0], [2, 1]],
-    ),
-    "SegmentIdsToRanges/int64": (
-        sj.segment_ids_to_ranges,
-        np.array(GAPS, np.int64),
-        (),
-        [[0, 2], [2, 1], [3, 0], [3, 0], [3, 0], [3, 2]],
-    ),
-    "SegmentIdsToRanges/int64_with_data": (
-        sj.segment_ids_to_ranges,
-        np.array(GAPS, np.int64),
-        (7,),
-        [[0, 2], [2, 1], [3, 0], [3, 0], [3, 0], [3, 2], [0, 0]],
-    ),
-}
-
-# Not ints: Any hides them from the type checker.
-
 lengths_of_five = st.lists(st.integers(0, 4), min_size=5, max_size=5)
 
 
@@ -92,14 +20,6 @@ lengths_of_five = st.lists(st.integers(0, 4), min_size=5, max_size=5)
 def traced(f, *static):
     """`f` under jit, compiled once."""
     return jax.jit(lambda x: f(x, *static))
-
-
-@pytest.mark.parametrize("name", CAFFE2)
-def test_agrees_with_caffe2(name):
-    f, x, more, want = CAFFE2[name]
-    got = f(x, *more)
-    assert got.dtype == jnp.int32
-    assert got.tolist() == want
 
 
 @pytest.mark.parametrize(
@@ -195,14 +115,16 @@ def test_elements_beyond_total_under_jit_are_left_out():
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64, np.uint32])
 def test_types_of_integers(dtype):
-    lengths = np.array([1, 0, 2], dtype)
+    lengths, ids = np.array([1, 0, 2], dtype), np.array([0, 0, 1, 5, 5], dtype)
     for f in sj.lengths_to_offsets, sj.lengths_to_ranges, sj.lengths_to_segment_ids:
         assert f(lengths).dtype == jnp.int32
         assert_trees_close(f(lengths), f(lengths.astype(np.int32)))
+    assert sj.segment_ids_to_lengths(ids).tolist() == [2, 1, 0, 0, 0, 2]
+    assert sj.segment_ids_to_ranges(ids, 7)[:, 1].tolist() == [2, 1, 0, 0, 0, 2, 0]
     # A small type must not overflow in its sums, or its ids.
     many = np.full(200, 100, dtype)
-    assert sj.lengths_to_offsets(many)[-1] == 20_000
-    assert traced(sj.lengths_to_offsets)(many)[-1] == 20_000
+    for offsets in sj.lengths_to_offsets, traced(sj.lengths_to_offsets):
+        assert offsets(many)[-1] == 20_000
     assert traced(sj.lengths_to_segment_ids, 20_000)(many)[-1] == 199
 
 

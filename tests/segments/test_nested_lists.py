@@ -136,9 +136,6 @@ def test_of_unsorted_segments_with_empty_elements():
     }
 
 
-# ------------------------------------------------------------------ wrong input
-
-
 # ------------------------------------------------------------------ as text
 
 
@@ -183,11 +180,6 @@ def test_repr_of_what_has_no_values():
     assert "num_segments=2" in repr(jax.tree.map(lambda a: a.shape, x))
     nested = jax.eval_shape(lambda: make.from_lists([[[1], []]]))
     assert repr(nested).count("SegmentTensor(") == 2
-
-
-def test_a_dtype_that_cannot_hold_the_elements():
-    with pytest.raises(ValueError, match="cannot hold"):
-        sj.SegmentTensor.from_lists([[-1]], dtype=jnp.uint8)
 
 
 def test_map_leaves_the_segments_as_they_are():

@@ -1,6 +1,8 @@
 """segment_*: values, against loops in NumPy and against jax.ops."""
 
+import functools
 import inspect
+import pickle
 
 import chex
 import hypothesis
@@ -84,10 +86,8 @@ def test_many_segments():
     n, num_segments = 200_000, 100_000
     ids = rng.integers(-5, num_segments + 5, n)
     x = rng.integers(-4, 5, n).astype(np.float32)
-    kept, to = (
-        x[(ids >= 0) & (ids < num_segments)],
-        ids[(ids >= 0) & (ids < num_segments)],
-    )
+    inside = (ids >= 0) & (ids < num_segments)
+    kept, to = x[inside], ids[inside]
     total, top = np.zeros(num_segments, np.float32), np.full(num_segments, -np.inf)
     np.add.at(total, to, kept)
     np.maximum.at(top, to, kept)
@@ -126,6 +126,9 @@ def test_calls_of_jax_ops_are_served(name, dtype):
         assert_trees_close(ours(name)(x, ids, num_segments=S, **options), expected)
     ids = np.array([0, 3, -1, 3, 0, 0, 1, 1, -7])
     assert_trees_close(ours(name)(x, segment_ids=ids), namesake(x, segment_ids=ids))
+    if name in ("max", "min"):
+        flags = np.arange(N) > 4
+        assert_trees_close(ours(name)(flags, ids, 5), namesake(flags, ids, 5))
 
 
 def test_sortedness_by_position():
@@ -139,14 +142,6 @@ def test_sortedness_by_position():
     for name in NAMESAKES:
         ours, theirs = (getattr(m, f"segment_{name}") for m in (sj, jax.ops))
         assert_trees_close(ours(x, ids, S, True), theirs(x, ids, S, True))
-
-
-def test_max_and_min_of_booleans_are_those_of_jax_ops():
-    x = np.array([True, False, True, False, False])
-    ids = np.array([0, 0, 2, 3, -1])
-    for name in ("max", "min"):
-        expected = getattr(jax.ops, f"segment_{name}")(x, ids, 5)
-        assert_trees_close(ours(name)(x, ids, 5), expected)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64, np.uint64])
@@ -225,12 +220,8 @@ def test_types_under_x64(x64):
 @pytest.mark.slow
 def test_empty_takes_the_place_of_every_default():
     x = floats((N, 2))
-    expected = {
-        **{name: reductions.reduced(name, x, IDS, S, -7.0) for name in REDUCTIONS},
-        **{
-            name: reductions.shape_kept(name, x, IDS, S, -7.0) for name in SHAPE_KEEPING
-        },
-    }
+    expected = {n: reductions.reduced(n, x, IDS, S, -7.0) for n in REDUCTIONS}
+    expected |= {n: reductions.shape_kept(n, x, IDS, S, -7.0) for n in SHAPE_KEEPING}
     assert_all_close(reductions.smooth_of(S, empty=-7.0)(x, IDS), expected)
     for name in ("argmax", "argmin"):
         assert ours(name)(x, IDS, S, empty=-1)[1].tolist() == [-1, -1]
@@ -239,11 +230,8 @@ def test_empty_takes_the_place_of_every_default():
     assert not sj.segment_all(x < 9, IDS, S, empty=False)[1].any()
     values, _ = top_k(x[:, 0], IDS, S, k=4, empty=-jnp.inf)
     assert np.isinf(values).sum(axis=1).tolist() == [1, 4, 4, 1]
-
-
-def test_empty_may_be_traced():
-    f = jax.jit(lambda e: sj.segment_max(jnp.ones((1,)), jnp.array([1]), 2, empty=e))
-    assert f(jnp.float32(3)).tolist() == [3, 1]
+    traced = jax.jit(lambda e: sj.segment_max(x, IDS, S, empty=e))(jnp.float32(3))
+    assert traced[1].tolist() == [3, 3]
 
 
 def test_weights_that_sum_to_zero_give_empty():
@@ -318,11 +306,9 @@ def test_ties_of_top_k_come_in_order():
 
 
 def segments(values, is_sorted=False):
-    ids = np.sort(IDS) if is_sorted else IDS
-    ids = np.where((ids < 0) & is_sorted, S, ids)  # empty elements come last
-    return sj.SegmentTensor.from_segment_ids(
-        values, np.sort(ids) if is_sorted else ids, S, is_sorted=is_sorted
-    )
+    ids = np.where(IDS < 0, S, IDS) if is_sorted else IDS  # empty elements come last
+    ids = np.sort(ids) if is_sorted else ids
+    return sj.SegmentTensor.from_segment_ids(values, ids, S, is_sorted=is_sorted)
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
@@ -339,7 +325,7 @@ def test_a_segment_tensor_brings_its_segments(is_sorted):
 
 def test_each_array_of_a_tree_of_values_is_reduced():
     x = jnp.asarray(floats((N, 2)))
-    data = segments({"a": x, "b": [x[:, 0]]} | {"b": x[:, 0]})
+    data = segments({"a": x, "b": x[:, 0]})
     out = sj.segment_mean(data)
     assert_trees_close(out["a"], sj.segment_mean(x, IDS, S))
     assert_trees_close(out["b"], sj.segment_mean(x[:, 0], IDS, S))
@@ -379,3 +365,58 @@ def test_shapes_are_known_before_data():
     for name, out in jax.eval_shape(reductions.smooth_of(S), x, ids).items():
         shape = (S, 2) if name in REDUCTIONS else (N, 2)
         assert (out.shape, out.dtype) == (shape, jnp.bfloat16)
+
+
+# ------------------------------------------------------------------ signatures
+
+OWN = {
+    "segment_sum": ("weights",),
+    "segment_mean": ("weights",),
+    "segment_sqrtn": ("weights",),
+    "segment_top_k": ("k",),
+    "segment_normalize": ("eps",),
+}
+CONVERSIONS = ("segment_ids_to_lengths", "segment_ids_to_ranges")
+MADE = [n for n in dir(sj) if n.startswith("segment_") and n not in CONVERSIONS]
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_all_take_the_arguments_of_jax(name):
+    shown = inspect.signature(getattr(sj, name)).parameters
+    common = inspect.signature(jax.ops.segment_sum).parameters
+    assert {*common, "empty", *OWN.get(name, ())} == {*shown}
+    for key in (k for k in common if k != "data"):
+        assert shown[key].default in (common[key].default, None)
+    data, own = jnp.ones(2, bool), {"k": 1} if name == "segment_top_k" else {}
+    data = data if name in ("segment_any", "segment_all") else data.astype(float)
+    run = functools.partial(getattr(sj, name), data, jnp.array([0, 7]), 2, **own)
+    run(unique_indices=True, bucket_size=None)
+    if name == "segment_count":
+        assert run(mode="clip").tolist() == [1, 1]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'wieghts'"):
+        run(wieghts=data)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_it_is_known_by_its_public_name(name):
+    function = getattr(sj, name)
+    assert function.__name__ == function.__qualname__ == name
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert f"def {name}(" in inspect.getsource(function)
+    with pytest.raises(TypeError, match="segment_ids must be integers"):
+        function(jnp.ones(2, bool), jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_the_docstring_has_all_sections_in_order(name):
+    doc = inspect.getdoc(getattr(sj, name)) or ""
+    sections = ["Args:", "Returns:", "Raises:", "Example:", "References:"]
+    places = [doc.index(f"\n\n{section}\n") for section in sections]
+    assert places == sorted(places)
+    assert all(len(line) <= 88 for line in doc.splitlines())
+
+
+def test_jit_takes_static_arguments_by_name():
+    data, ids = jnp.array([1.0, 3.0, 7.0]), jnp.array([0, 0, 1])
+    jitted = jax.jit(sj.segment_var, static_argnames="num_segments")
+    assert jitted(data, ids, num_segments=2).tolist() == [1.0, 0.0]
