@@ -7,11 +7,13 @@ import pathlib
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import sparsejax as sj
@@ -338,7 +340,7 @@ def assert_no_dense(f, *args, allow=(), heights=None):
             )
 
 
-def compile_as_users_do(lowered):
+def compile_as_users_do(lowered) -> Any:
     """`lowered.compile()` with XLA's defaults, for tests that read memory or copies.
 
     It does not use the loop emitters that tests/conftest.py sets.
@@ -348,22 +350,54 @@ def compile_as_users_do(lowered):
     return lowered.compile(compiler_options=options)
 
 
+def compile_step(loss, tx, shapes, *batch) -> Any:
+    """A donated training step of float32 parameters, compiled as users do.
+
+    Args:
+      loss: `loss(params, *batch)`.
+      tx: takes the sparse gradients.
+      shapes: of the parameters, by name.
+      *batch: the shapes of ids, or other abstract arrays.
+    """
+    like = jax.ShapeDtypeStruct
+    params = {name: like(shape, jnp.float32) for name, shape in shapes.items()}
+    batch = [like(x, jnp.int32) if isinstance(x, tuple) else x for x in batch]
+
+    def step(params, state, *batch):
+        value, grads = sj.value_and_grad(loss)(params, *batch)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    return compile_as_users_do(
+        jitted.lower(params, jax.eval_shape(tx.init, params), *batch)
+    )
+
+
 def assert_in_place(f, *args, donate=0):
     """Compiled, `f` makes no second array of argument `donate`'s shape.
 
     All that has that shape is the argument and, in place, the result.
     """
-    jitted = jax.jit(f, donate_argnums=donate)
-    compiled = compile_as_users_do(jitted.lower(*args))
-    memory, text = compiled.memory_analysis(), compiled.as_text()
-    assert memory is not None and text is not None
     table = args[donate]
-    assert memory.alias_size_in_bytes >= table.nbytes, "the table was not donated"
-    assert memory.temp_size_in_bytes < table.nbytes, (
-        f"{memory.temp_size_in_bytes} bytes of temporaries: a copy of the table, which "
-        f"has {table.nbytes}?"
-    )
-    assert_no_copies(text, table)
+    compiled = compile_as_users_do(jax.jit(f, donate_argnums=donate).lower(*args))
+    assert_written_in_place(compiled, [table], table.nbytes)
+
+
+def assert_written_in_place(compiled, arrays, temporaries):
+    """A compiled program writes the arrays in place: donated, and not copied.
+
+    Args:
+      compiled: the program, see `compile_as_users_do`.
+      arrays: arrays or their types.
+      temporaries: all of its temporaries have fewer bytes.
+    """
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    num_bytes = sum(np.dtype(x.dtype).itemsize * x.size for x in arrays)
+    assert memory.alias_size_in_bytes >= num_bytes, "not all are donated"
+    assert memory.temp_size_in_bytes < temporaries, memory
+    for array in arrays:
+        assert_no_copies(text, array)
 
 
 def assert_no_copies(text, array):

@@ -3,8 +3,8 @@
     python tests/optax_table.py
 
 What is exact, lazy or refused is read from the program of each of them; the reason and
-the alternative are written here. `tests/optim/test_optax_table.py` makes the page again
-and compares, and checks that no transformation of optax is missing.
+the alternative are written here. `tests/optim/test_separability.py` makes the page
+again and compares, and checks that no transformation of optax is missing.
 """
 
 import inspect

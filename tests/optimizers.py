@@ -4,6 +4,8 @@
 words by which the message names the cause. Each entry makes a new transformation.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ import optax
 from optax import contrib
 
 import sparsejax as sj
+from helpers import assert_lazy_step, assert_trees_close, is_rows
 
 
 LR = 0.1
@@ -128,19 +131,23 @@ REFUSED = {
         lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(LR)),
         "adaptive_grad_clip",
     ),
-    "adafactor": (lambda: optax.adafactor(LR), "adafactor"),
+    "adafactor": (lambda: optax.adafactor(LR), "scale_by_factored_rms .*adafactor"),
     "muon": (lambda: contrib.muon(LR), "scale_by_muon"),
     "clip_by_block_rms": (
         lambda: optax.chain(optax.clip_by_block_rms(1.0), optax.sgd(LR)),
         "clip_by_block_rms",
     ),
+    "scale_by_param_block_rms": (
+        lambda: optax.scale_by_param_block_rms(),
+        "scale_by_param_block_rms",
+    ),
     "flatten": (lambda: optax.flatten(optax.adam(LR)), "flatten"),
-    "lbfgs": (lambda: optax.lbfgs(), "lbfgs"),
+    "lbfgs": (lambda: optax.lbfgs(), "scale_by_lbfgs"),
     "prodigy": (lambda: contrib.prodigy(), "prodigy"),
     "dadapt_adamw": (lambda: contrib.dadapt_adamw(), "dadapt_adamw"),
-    "dog": (lambda: contrib.dog(), "dog"),
-    "dowg": (lambda: contrib.dowg(), "dowg"),
-    "sm3": (lambda: optax.sm3(LR), "sm3"),
+    "dog": (lambda: contrib.dog(), "scale_by_dog"),
+    "dowg": (lambda: contrib.dowg(), "scale_by_dowg"),
+    "sm3": (lambda: optax.sm3(LR), "scale_by_sm3"),
     "momo": (lambda: contrib.momo(), "momo"),
     "momo_adam": (lambda: contrib.momo_adam(), "momo_adam"),
     "galore": (lambda: contrib.galore(LR), "galore"),
@@ -216,3 +223,48 @@ def make_grads(step, dtype=jnp.float32, cube=False):
         "table": row_gradient(step, (D,), dtype),
     }
     return {**grads, "cube": row_gradient(10 + step, (2, 3), dtype)} if cube else grads
+
+
+# ------------------------------------------------------------------ the oracle
+
+
+def step(tx, params, state, grads):
+    """One step of an optimizer: the new parameters and state."""
+    updates, state = tx.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+def check_steps(tx, params, steps, rtol=1e-5, lift=sj.optim.lazy):
+    """Jitted steps by rows are steps of `tx`, with the rows not read put back.
+
+    Args:
+      tx: the transformation.
+      params: its parameters.
+      steps: the gradients of each step.
+      rtol: see `sparsejax.testing.assert_equals_dense`.
+      lift: makes the transformation that takes rows.
+    """
+    lifted, traces = lift(tx), []
+
+    @jax.jit
+    def sparse(params, state, grads):
+        traces.append(1)
+        updates, state = lifted.update(grads, state, params)
+        for g, u in zip(
+            *(jax.tree.leaves(x, is_leaf=is_rows) for x in (grads, updates))
+        ):
+            if is_rows(g):
+                assert is_rows(u) and u.capacity == min(g.capacity, g.height)
+        return optax.apply_updates(params, updates), state
+
+    dense = jax.jit(functools.partial(step, tx))
+    state = lifted.init(params)
+    assert_trees_close(state, tx.init(params), rtol=0, atol=0)
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    for grads in steps:
+        found = sparse(params, state, grads)
+        assert_lazy_step(tx, dense, (params, state), grads, found, rtol)
+        assert kinds(found[1]) == kinds(state)
+        params, state = found
+    assert len(traces) == 1
+    assert all(jnp.all(jnp.isfinite(p)) for p in jax.tree.leaves(params))

@@ -93,6 +93,13 @@ def _params(wrap, table=jnp.asarray, dense=jnp.asarray) -> Any:
     return {"t": table(t), "w": dense(w)}
 
 
+def _start(wrap, make=_params):
+    """Parameters, the wrapped optimizer, and its state."""
+    params = make(wrap)
+    tx = WRAPS[wrap](params)
+    return params, tx, tx.init(params)
+
+
 def _loss(params, ids):
     out = sj.lookup(params["t"], ids) @ params["w"]
     return jnp.mean((out.astype(jnp.float32) - 1) ** 2)
@@ -126,11 +133,10 @@ def _assert_in_place(step, *args):
 
 @functools.cache
 def plain_loop(wrap: str) -> Any:
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
+    params, tx, state = _start(wrap)
     step = _Step(tx)
-    _assert_in_place(step.jitted, params, tx.init(params), BATCHES[0])
-    return jax.device_get(step.train(params, tx.init(params))[0])
+    _assert_in_place(step.jitted, params, state, BATCHES[0])
+    return jax.device_get(step.train(params, state)[0])
 
 
 def _assert_equal(wrap, params):
@@ -160,9 +166,7 @@ def in_place(wrap, tmp_path):
 
 
 def eager(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
-    state = tx.init(params)
+    params, tx, state = _start(wrap)
     for ids in BATCHES:
         grads = jax.jit(sj.grad(_loss))(params, ids)
         updates, state = tx.update(grads, state, params)
@@ -171,15 +175,14 @@ def eager(wrap, tmp_path):
 
 
 def scan(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
+    params, tx, state = _start(wrap)
     step: Any = _Step(tx).plain
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(carry):
         return jax.lax.scan(lambda c, ids: (step(*c, ids), None), carry, BATCHES)[0]
 
-    carry = params, tx.init(params)
+    carry = params, state
     _assert_in_place(train, carry)
     _assert_equal(wrap, train(carry)[0])
 
@@ -220,8 +223,7 @@ def nnx_sharded(wrap, tmp_path):
 
 
 def flax_train_state(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
+    params, tx, _ = _start(wrap)
     state = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     traces = []
 
@@ -237,23 +239,21 @@ def flax_train_state(wrap, tmp_path):
 
 
 def sharded_rows(wrap, tmp_path):
-    params = _on_mesh(wrap)
-    tx = WRAPS[wrap](params)
-    _assert_equal(wrap, _Step(tx).train(params, tx.init(params))[0])
+    params, tx, state = _start(wrap, _on_mesh)
+    _assert_equal(wrap, _Step(tx).train(params, state)[0])
 
 
 def explicit_mesh(wrap, tmp_path):
     mesh = _mesh(AxisType.Explicit)
     with jax.set_mesh(mesh):
-        params = _on_mesh(wrap, mesh)
-        tx = WRAPS[wrap](params)
-        trained, _ = _Step(tx).train(params, tx.init(params))
+        make = functools.partial(_on_mesh, mesh=mesh)
+        params, tx, state = _start(wrap, make)
+        trained, _ = _Step(tx).train(params, state)
     _assert_equal(wrap, trained)  # outside the mesh, as the plain loop
 
 
 def planned(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
+    params, tx, _ = _start(wrap)
     mesh = AbstractMesh((8,), ("x",))
     plan = sj.parallel.plan(params, mesh, BATCHES[0], loss=_loss, tx=tx)
     without = sj.parallel.plan(params, mesh, BATCHES[0], loss=_loss)
@@ -267,32 +267,26 @@ def _resumed(wrap, params, state):
 
 def save_and_restore(wrap, tmp_path):
     """After a step on sharded rows, on an array, and back."""
-    sharded, params = _on_mesh(wrap), _params(wrap)
-    tx = WRAPS[wrap](sharded)
-    saved = _Step(tx).train(sharded, tx.init(sharded), BATCHES[:1])
+    sharded, tx, state = _start(wrap, _on_mesh)
+    saved = _Step(tx).train(sharded, state, BATCHES[:1])
     sj.parallel.save(tmp_path / "sharded", saved)
-    like = params, WRAPS[wrap](params).init(params)
-    restored = sj.parallel.restore(tmp_path / "sharded", like)
-    _resumed(wrap, *restored)
+    params, _, state = _start(wrap)
+    _resumed(wrap, *sj.parallel.restore(tmp_path / "sharded", (params, state)))
 
 
 def orbax(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
-    saved = _Step(tx).train(params, tx.init(params), BATCHES[:1])
-    fresh = _params(wrap)
-    like = fresh, tx.init(fresh)
+    params, tx, state = _start(wrap)
+    saved = _Step(tx).train(params, state, BATCHES[:1])
+    params, _, state = _start(wrap)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "step", saved)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(tmp_path / "step", like)
-    _resumed(wrap, *restored)
+        _resumed(wrap, *checkpointer.restore(tmp_path / "step", (params, state)))
 
 
 def exported(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
-    carry, treedef = jax.tree.flatten((params, tx.init(params)))
+    params, tx, state = _start(wrap)
+    carry, treedef = jax.tree.flatten((params, state))
     plain: Any = _Step(tx).plain
 
     def on_leaves(leaves, ids):
@@ -306,8 +300,7 @@ def exported(wrap, tmp_path):
 
 
 def jitted_init(wrap, tmp_path):
-    params = _params(wrap)
-    tx = WRAPS[wrap](params)
+    params, tx, _ = _start(wrap)
     _assert_equal(wrap, _Step(tx).train(params, jax.jit(tx.init)(params))[0])
 
 

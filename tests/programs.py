@@ -39,71 +39,38 @@ def dense(fun):
 
 # -- every form of gather --------------------------------------------------------------
 
-
-@sparse
-def index(table, w, ids):
-    return _loss(table[ids], w)
-
-
-@sparse
-def index_out_of_range(table, w, ids):
-    return _loss(table[ids * 60], w)
-
-
-@sparse
-def index_out_of_range_mixed(table, w, ids):
+PROGRAMS |= {
+    "index": lambda table, w, ids: _loss(table[ids], w),
+    "index_out_of_range": lambda table, w, ids: _loss(table[ids * 60], w),
     # The gradient of a row that was read depends on one that was out of range.
-    return jnp.tanh(_loss(table[ids * 60], w)) ** 2
-
-
-@sparse
-def index_negative(table, w, ids):
-    return _loss(table[ids - 3], w)
-
-
-@sparse
-def index_2d(table, w, ids):
-    return _loss(table[jnp.stack([ids, ids[::-1]])], w)
-
-
-@sparse
-def index_scalar(table, w, ids):
-    return _loss(table[ids[0]], w)
-
-
-@sparse
-def index_python_int(table, w, ids):
-    return _loss(table[5] + table[-1], w)
-
-
-@sparse
-def index_slices(table, w, ids):
-    return _loss(table[3:9:2], w) + _loss(table[:2], w) + _loss(table[ids, :], w)
-
-
-@sparse
-def index_none(table, w, ids):
-    return _loss(table[None, ids], w) + _loss(table[ids, None], w)
-
-
-@sparse
-def index_numpy(table, w, ids):
-    return _loss(table[np.array([1, 1, 7])], w)
-
-
-@sparse
-def index_uint8(table, w, ids):
-    return _loss(table[ids.astype(jnp.uint8)], w)
-
-
-@sparse
-def index_int16(table, w, ids):
-    return _loss(table[ids.astype(jnp.int16)], w)
-
-
-@sparse
-def take(table, w, ids):
-    return _loss(jnp.take(table, ids, axis=0), w)
+    "index_out_of_range_mixed": lambda table, w, ids: (
+        jnp.tanh(_loss(table[ids * 60], w)) ** 2
+    ),
+    "index_negative": lambda table, w, ids: _loss(table[ids - 3], w),
+    "index_2d": lambda table, w, ids: _loss(table[jnp.stack([ids, ids[::-1]])], w),
+    "index_scalar": lambda table, w, ids: _loss(table[ids[0]], w),
+    "index_python_int": lambda table, w, ids: _loss(table[5] + table[-1], w),
+    "index_slices": lambda table, w, ids: (
+        _loss(table[3:9:2], w) + _loss(table[:2], w) + _loss(table[ids, :], w)
+    ),
+    "index_none": lambda table, w, ids: (
+        _loss(table[None, ids], w) + _loss(table[ids, None], w)
+    ),
+    "index_numpy": lambda table, w, ids: _loss(table[np.array([1, 1, 7])], w),
+    "index_uint8": lambda table, w, ids: _loss(table[ids.astype(jnp.uint8)], w),
+    "index_int16": lambda table, w, ids: _loss(table[ids.astype(jnp.int16)], w),
+    "take": lambda table, w, ids: _loss(jnp.take(table, ids, axis=0), w),
+    "vmapped_index": lambda table, w, ids: _loss(jax.vmap(lambda i: table[i])(ids), w),
+    "dynamic_index": lambda table, w, ids: _loss(
+        lax.dynamic_index_in_dim(table, ids[1], 0), w
+    ),
+    "lax_map": lambda table, w, ids: jnp.sum(
+        lax.map(lambda i: _loss(table[i], w), ids)
+    ),
+    "lax_map_batched": lambda table, w, ids: jnp.sum(
+        lax.map(lambda i: _loss(table[i], w), ids, batch_size=2)
+    ),
+}
 
 
 @sparse
@@ -170,11 +137,6 @@ def lax_gather_windows_out_of_range(table, w, ids):
 
 
 @sparse
-def vmapped_index(table, w, ids):
-    return _loss(jax.vmap(lambda i: table[i])(ids), w)
-
-
-@sparse
 def vmapped_vmapped_index(table, w, ids):
     two = jnp.stack([ids, ids + 1])
     return _loss(jax.vmap(jax.vmap(lambda i: table[i]))(two), w)
@@ -204,47 +166,44 @@ def dynamic_slice(table, w, ids):
     return _loss(out, w) + _loss(lax.dynamic_slice_in_dim(table, 209, 4, 0), w)
 
 
-@sparse
-def dynamic_index(table, w, ids):
-    return _loss(lax.dynamic_index_in_dim(table, ids[1], 0), w)
-
-
-@sparse
-def lax_map(table, w, ids):
-    return jnp.sum(lax.map(lambda i: _loss(table[i], w), ids))
-
-
-@sparse
-def lax_map_batched(table, w, ids):
-    return jnp.sum(lax.map(lambda i: _loss(table[i], w), ids, batch_size=2))
-
-
 # -- the table passed on ---------------------------------------------------------------
 
-
-@sparse
-def cast(table, w, ids):
-    return _loss(table.astype(jnp.float32)[ids].astype(w.dtype), w)
-
-
-@sparse
-def cast_bfloat16_take(table, w, ids):
-    return _loss(jnp.take(table.astype(jnp.bfloat16), ids, axis=0).astype(w.dtype), w)
-
-
-@sparse
-def scaled(table, w, ids):
-    return _loss((table * 3.0)[ids], w) + _loss((2.0 * table / jnp.sum(w))[ids], w)
-
-
-@sparse
-def scaled_by_parameter(table, w, ids):
-    return _loss((table * w[0])[ids] + (-table)[ids], w)
-
-
-@sparse
-def scaled_by_row_vector(table, w, ids):
-    return _loss((table * w + w)[ids], w)
+PROGRAMS |= {
+    "cast": lambda table, w, ids: _loss(
+        table.astype(jnp.float32)[ids].astype(w.dtype), w
+    ),
+    "cast_bfloat16_take": lambda table, w, ids: _loss(
+        jnp.take(table.astype(jnp.bfloat16), ids, axis=0).astype(w.dtype), w
+    ),
+    "scaled": lambda table, w, ids: (
+        _loss((table * 3.0)[ids], w) + _loss((2.0 * table / jnp.sum(w))[ids], w)
+    ),
+    "scaled_by_parameter": lambda table, w, ids: _loss(
+        (table * w[0])[ids] + (-table)[ids], w
+    ),
+    "scaled_by_row_vector": lambda table, w, ids: _loss((table * w + w)[ids], w),
+    "expanded": lambda table, w, ids: (
+        _loss(table[None][0, ids], w) + _loss(table[:, None, :][ids][:, 0], w)
+    ),
+    "squeezed": lambda table, w, ids: _loss(jnp.squeeze(table[:, None], 1)[ids], w),
+    "transposed": lambda table, w, ids: (
+        _loss(table.T[:, ids].T, w) + _loss(table.T.T[ids], w)
+    ),
+    "elementwise": lambda table, w, ids: (
+        _loss(jnp.tanh(table)[ids], w) + _loss((table**2)[ids], w)
+    ),
+    "copied": lambda table, w, ids: (
+        _loss(table.copy()[ids], w) + _loss(jnp.array(table)[ids], w)
+    ),
+    "named": lambda table, w, ids: _loss(checkpoint_name(table, "t")[ids], w),
+    "rows_stopped": lambda table, w, ids: (
+        _loss(table[ids], w) + jnp.sum(lax.stop_gradient(table[ids + 1]))
+    ),
+    "jitted": lambda table, w, ids: jax.jit(lambda t: _loss(t[ids], w))(table),
+    "jitted_cast_out": lambda table, w, ids: _loss(
+        jax.jit(lambda t: t * 2.0)(table)[ids], w
+    ),
+}
 
 
 @sparse
@@ -322,39 +281,9 @@ def reshaped(table, w, ids):
 
 
 @sparse
-def expanded(table, w, ids):
-    return _loss(table[None][0, ids], w) + _loss(table[:, None, :][ids][:, 0], w)
-
-
-@sparse
-def squeezed(table, w, ids):
-    return _loss(jnp.squeeze(table[:, None], 1)[ids], w)
-
-
-@sparse
-def transposed(table, w, ids):
-    return _loss(table.T[:, ids].T, w) + _loss(table.T.T[ids], w)
-
-
-@sparse
-def elementwise(table, w, ids):
-    return _loss(jnp.tanh(table)[ids], w) + _loss((table**2)[ids], w)
-
-
-@sparse
-def copied(table, w, ids):
-    return _loss(table.copy()[ids], w) + _loss(jnp.array(table)[ids], w)
-
-
-@sparse
 def barrier(table, w, ids):
     table, w = lax.optimization_barrier((table, w))
     return _loss(table[ids], w)
-
-
-@sparse
-def named(table, w, ids):
-    return _loss(checkpoint_name(table, "t")[ids], w)
 
 
 @sparse
@@ -367,21 +296,6 @@ def stopped_beside(table, w, ids):
 def compared_beside(table, w, ids):
     big = jnp.sum(table > 0.5)
     return _loss(table[ids], w) * big + jnp.argmax(table)
-
-
-@sparse
-def rows_stopped(table, w, ids):
-    return _loss(table[ids], w) + jnp.sum(lax.stop_gradient(table[ids + 1]))
-
-
-@sparse
-def jitted(table, w, ids):
-    return jax.jit(lambda t: _loss(t[ids], w))(table)
-
-
-@sparse
-def jitted_cast_out(table, w, ids):
-    return _loss(jax.jit(lambda t: t * 2.0)(table)[ids], w)
 
 
 @sparse
@@ -398,10 +312,26 @@ def named_scope(table, w, ids):
 
 # -- control flow ----------------------------------------------------------------------
 
-
-@sparse
-def scanned(table, w, ids):
-    return lax.scan(lambda c, i: (c + _loss(table[i], w), None), 0.0, ids)[0]
+PROGRAMS |= {
+    "scanned": lambda table, w, ids: lax.scan(
+        lambda c, i: (c + _loss(table[i], w), None), 0.0, ids
+    )[0],
+    "branch": lambda table, w, ids: lax.cond(
+        ids[0] > 50,
+        lambda: _loss(table[ids], w),
+        lambda: _loss(table[ids[:2]], w) + _loss(table[ids[0]] * 2.0, w),
+    ),
+    "branch_without": lambda table, w, ids: lax.cond(
+        ids[0] > 10, lambda t: _loss(t[ids], w), lambda t: 0.0 * w[0], table
+    ),
+    "checkpointed": lambda table, w, ids: jax.checkpoint(lambda t, w: _loss(t[ids], w))(
+        table, w
+    ),
+    "custom_jvp_rows": lambda table, w, ids: (
+        _loss(twice(table[ids]), w) + _loss(jax.nn.relu(table[ids]), w)
+    ),
+    "custom_vjp_rows": lambda table, w, ids: _loss(half(table[ids]), w),
+}
 
 
 @sparse
@@ -451,22 +381,6 @@ def fori(table, w, ids):
 
 
 @sparse
-def branch(table, w, ids):
-    return lax.cond(
-        ids[0] > 50,
-        lambda: _loss(table[ids], w),
-        lambda: _loss(table[ids[:2]], w) + _loss(table[ids[0]] * 2.0, w),
-    )
-
-
-@sparse
-def branch_without(table, w, ids):
-    return lax.cond(
-        ids[0] > 10, lambda t: _loss(t[ids], w), lambda t: 0.0 * w[0], table
-    )
-
-
-@sparse
 def switch(table, w, ids):
     branches = [
         lambda t: _loss(t[ids[:1]], w),
@@ -493,11 +407,6 @@ def scan_in_branch(table, w, ids):
         return lax.scan(lambda c, i: (c + _loss(table[i], w), None), w[0], ids)[0]
 
     return lax.cond(jnp.sum(ids) > 0, loop, lambda: w[1])
-
-
-@sparse
-def checkpointed(table, w, ids):
-    return jax.checkpoint(lambda t, w: _loss(t[ids], w))(table, w)
 
 
 @sparse
@@ -585,16 +494,6 @@ half.defvjp(lambda x: (0.5 * x, None), lambda _, g: (0.25 * g,))
 
 
 @sparse
-def custom_jvp_rows(table, w, ids):
-    return _loss(twice(table[ids]), w) + _loss(jax.nn.relu(table[ids]), w)
-
-
-@sparse
-def custom_vjp_rows(table, w, ids):
-    return _loss(half(table[ids]), w)
-
-
-@sparse
 def many_reads(table, w, ids):
     a, b = table[ids], jnp.take(table, ids + 1, axis=0)
     return _loss(a, w) + jnp.sum(a * b) + _loss(table[ids[0]] * 1.5, w)
@@ -654,40 +553,21 @@ def bag_in_control_flow(table, w, ids):
 
 # -- dense uses ------------------------------------------------------------------------
 
-
-@dense
-def tied(table, w, ids):
-    return jnp.sum(table[ids] @ table.T)
-
-
-@dense
-def summed(table, w, ids):
-    return jnp.sum(table**2) + _loss(table[ids], w)
-
-
-@dense
-def columns(table, w, ids):
-    return jnp.sum(table[ids, :2])
-
-
-@dense
-def elements(table, w, ids):
-    return jnp.sum(jnp.sin(table[ids, ids % D]))
-
-
-@dense
-def custom_jvp_table(table, w, ids):
-    return _loss(twice(table)[ids], w)
-
-
-@dense
-def custom_vjp_table(table, w, ids):
-    return _loss(half(table)[ids], w)
-
-
-@dense
-def scanned_over(table, w, ids):
-    return lax.scan(lambda c, row: (c + _loss(row, w), None), 0.0 * w[0], table)[0]
+DENSE |= {
+    "tied": lambda table, w, ids: jnp.sum(table[ids] @ table.T),
+    "summed": lambda table, w, ids: jnp.sum(table**2) + _loss(table[ids], w),
+    "columns": lambda table, w, ids: jnp.sum(table[ids, :2]),
+    "elements": lambda table, w, ids: jnp.sum(jnp.sin(table[ids, ids % D])),
+    "custom_jvp_table": lambda table, w, ids: _loss(twice(table)[ids], w),
+    "custom_vjp_table": lambda table, w, ids: _loss(half(table)[ids], w),
+    "scanned_over": lambda table, w, ids: lax.scan(
+        lambda c, row: (c + _loss(row, w), None), 0.0 * w[0], table
+    )[0],
+    "written": lambda table, w, ids: _loss(table.at[ids].set(0.0)[ids + 1], w),
+    "one_hot": lambda table, w, ids: _loss(
+        jax.nn.one_hot(ids, V, dtype=table.dtype) @ table, w
+    ),
+}
 
 
 @dense
@@ -696,11 +576,6 @@ def carried_and_changed(table, w, ids):
         return t * 0.9, _loss(t[i], w)
 
     return jnp.sum(lax.scan(step, table, ids)[1])
-
-
-@dense
-def written(table, w, ids):
-    return _loss(table.at[ids].set(0.0)[ids + 1], w)
 
 
 @dense
@@ -713,11 +588,6 @@ def masked_gradient(table, w, ids):
 def merged_rows(table, w, ids):
     both = jnp.concatenate([jnp.zeros((1, D), table.dtype), table])
     return _loss(both[ids], w)
-
-
-@dense
-def one_hot(table, w, ids):
-    return _loss(jax.nn.one_hot(ids, V, dtype=table.dtype) @ table, w)
 
 
 @dense

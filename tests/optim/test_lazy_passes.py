@@ -1,8 +1,7 @@
 """`lazy` inside jit: one pass over the rows of a table, in blocks.
 
-tests/optim/test_lazy.py compares the results of all optimizers with dense runs. These
-tests check which steps run in blocks, that they equal the step over all rows at once,
-and the buffers of the compiled program.
+Which steps run in blocks, that they equal the step over all rows at once (that equals
+the dense run: test_lazy.py), and the buffers of the compiled program.
 """
 
 # optax's types know trees of arrays only.
@@ -21,10 +20,9 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sparsejax as sj
-from helpers import as_numpy, compile_as_users_do, eqns_of
-from sparsejax._rows import indexing, merge
+from helpers import as_numpy, compile_as_users_do, dense, eqns_of, is_rows
+from sparsejax._rows import merge
 from sparsejax.optim import lazy
-from sparsejax.optim._lazy import block_pass
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -82,21 +80,28 @@ IN_PASSES = {
 }
 
 
-def problem(ids=N, dtype=jnp.float32):
+def problem(dim=D):
     rng = np.random.default_rng(0)
-    table = jnp.asarray(rng.normal(size=(V, D)), dtype)
+    table = jnp.asarray(rng.normal(size=(V, dim)), jnp.float32)
     # Arrays made of scalars for "one", such as Adagrad's zeros, look like a row's.
-    ones = np.ones(D, np.float32)
-    params = {"b": ones, "one": ones[:1], "table": table}
-    rows = rng.integers(-1, V + 2, ids)
-    rows[: ids // 3] = rows[0] = 7  # one row many times, and some out of range
-    values = jnp.asarray(rng.normal(size=(ids, D)), dtype)
+    params = {
+        "b": np.ones(D, np.float32),
+        "one": np.ones(1, np.float32),
+        "table": table,
+    }
+    rows = rng.integers(-1, V + 2, N)
+    rows[: N // 3] = rows[0] = 7  # one row many times, and some out of range
+    values = jnp.asarray(rng.normal(size=(N, dim)), jnp.float32)
     return params, jnp.asarray(rows, jnp.int32), values
 
 
-def step(tx, params, state, rows, values):
+def grads_of(rows, values):
     grad = sj.SelectedRows(rows, values, V)
-    grads = {"b": jnp.ones(D), "one": jnp.ones(1), "table": grad}
+    return {"b": jnp.ones(D), "one": jnp.ones(1), "table": grad}
+
+
+def step(tx, params, state, rows, values):
+    grads = grads_of(rows, values)
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state, updates
 
@@ -129,23 +134,17 @@ def test_equals_all_rows_at_once(name):
         *many, blocks = jitted(*many, ids, values)
         close(many, one)
         close(blocks["table"].to_dense(), update["table"].to_dense())
-    # As ever: distinct rows, ascending, and empty slots at the end.
-    ids = np.asarray(blocks["table"].rows)
-    count = np.unique(ids[ids < V]).size
-    assert np.all(np.diff(ids[:count]) > 0) and np.all(ids[count:] == V)
 
 
-def test_many_blocks_and_few_of_them_used(monkeypatch):
-    monkeypatch.setattr(block_pass, "_MAX_ROWS", 16)
+def test_many_blocks_and_few_of_them_used():
+    """A row is so wide that a block has sixteen."""
     tx = lazy(clipped())
-    params, rows, values = problem()
+    params, rows, values = problem(dim=4096)
     jitted = jax.jit(partial(step, tx))
     state = tx.init(params)
     for ids in (rows, jnp.full_like(rows, 3), jnp.full_like(rows, V)):
-        close(
-            jitted(params, state, ids, values)[:2],
-            step(tx, params, state, ids, values)[:2],
-        )
+        args = params, state, ids, values
+        close(jitted(*args)[:2], step(tx, *args)[:2])
 
 
 def test_a_linear_update_needs_no_merging():
@@ -194,15 +193,6 @@ def test_equal_input_gives_equal_bits():
     np.testing.assert_array_equal(first[2]["table"].values, second[2]["table"].values)
 
 
-def test_duplicates_of_bfloat16_are_summed_in_float32():
-    tx = lazy(optax.sgd(1.0, momentum=0.0))
-    table = jnp.zeros((V, D), jnp.bfloat16)
-    params = {"b": jnp.ones(D), "one": jnp.ones(1), "table": table}
-    rows, values = jnp.full((1000,), 5), jnp.ones((1000, D), jnp.bfloat16)
-    (new, _, _) = jax.jit(partial(step, tx))(params, tx.init(params), rows, values)
-    np.testing.assert_array_equal(np.asarray(new["table"][5], np.float32), -1000.0)
-
-
 # ------------------------------------------------------------------ transformations
 
 
@@ -234,19 +224,13 @@ def test_an_update_is_differentiable():
     params, rows, values = problem()
     state = tx.init(params)
 
-    def loss(values, table):
+    def loss(tx, values, table):
         new, _, _ = step(tx, {**params, "table": table}, state, rows, values)
         return jnp.sum(new["table"] ** 2)
 
-    def of_all_rows(values, table):
-        grad = sj.SelectedRows(rows, values, V)
-        grads = {"b": jnp.ones(D), "one": jnp.ones(1), "table": grad}
-        now = {**params, "table": table}
-        updates, _ = lazy(optax.adam(0.1), check=False).update(grads, state, now)
-        return jnp.sum(optax.apply_updates(now, updates)["table"] ** 2)
-
     args = values, params["table"]
-    got, want = (jax.jit(jax.grad(f, (0, 1)))(*args) for f in (loss, of_all_rows))
+    both = tx, lazy(optax.adam(0.1), check=False)
+    got, want = (jax.jit(jax.grad(partial(loss, f), (0, 1)))(*args) for f in both)
     close(got, want, rtol=1e-3, atol=1e-4)  # Adam divides by numbers near zero
 
 
@@ -286,62 +270,47 @@ def test_adding_the_update_to_the_same_parameters_gives_what_was_written():
     close(written, copied)
     close(twice - params["table"], 2 * (written["table"] - params["table"]), atol=1e-5)
 
-    updates, _ = jax.jit(tx.update)(
-        {
-            "b": jnp.ones(D),
-            "one": jnp.ones(1),
-            "table": sj.SelectedRows(rows, values, V),
-        },
-        state,
-        params,
-    )
+    updates, _ = jax.jit(tx.update)(grads_of(rows, values), state, params)
     close(optax.apply_updates(params, updates), written)
 
 
 # ------------------------------------------------------------------ merging
 
+# Ids `[n]` of a table of `height` rows.
+IDS = {
+    "random": lambda rng, height: rng.integers(-3, height + 3, 5_000),
+    "equal": lambda rng, height: np.full(33, height - 1),
+    "strided": lambda rng, height: np.arange(600) * 1024 % height,
+    "few": lambda rng, height: rng.integers(0, 9, 32),
+    "distinct": lambda rng, height: rng.permutation(100)[:31],
+    "one": lambda rng, height: np.array([height // 2]),
+}
+
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8, jnp.int16])
-@pytest.mark.parametrize("kind", ["random", "equal", "strided", "few", "one"])
-def test_first_slots(kind, dtype):
-    rng = np.random.default_rng(0)
-    height = int(min(1 << 20, np.iinfo(dtype).max))
-    ids = {
-        "random": lambda: rng.integers(-3, height + 3, 700),
-        "equal": lambda: np.full(500, height - 1),
-        "strided": lambda: np.arange(600) * 1024 % height,
-        "few": lambda: rng.integers(0, 9, 400),
-        "one": lambda: np.array([height // 2]),
-    }[kind]()
-    ids = np.clip(ids, np.iinfo(dtype).min, np.iinfo(dtype).max).astype(dtype)
-    found = jax.jit(merge.first_slots, static_argnums=1)(jnp.asarray(ids), height)
-    first = {}
-    for k, i in enumerate(ids.tolist()):
-        first.setdefault(i, k)
-    want = [first[i] if 0 <= i < height else ids.size for i in ids.tolist()]
-    np.testing.assert_array_equal(found, want)
+@pytest.mark.parametrize("kind", IDS)
+def test_duplicates_are_merged(kind, dtype):
+    """Into distinct rows, ascending, with empty slots at the end."""
+    rng, most = np.random.default_rng(0), np.iinfo(dtype).max
+    height = int(min(1 << 20, most))
+    ids = np.clip(IDS[kind](rng, height), np.iinfo(dtype).min, most).astype(dtype)
+    values = rng.integers(-8, 9, (ids.size, 1)).astype(np.float32)
+    tx, table = lazy(optax.sgd(1.0, momentum=0.9)), jnp.zeros((height, 1))
+    grads = sj.SelectedRows(ids, values, height)
+    update, _ = jax.jit(tx.update)(grads, tx.init(table), table)
+    named = np.unique(ids[(ids >= 0) & (ids < height)])
+    empty = np.full(update.capacity - named.size, height)
+    np.testing.assert_array_equal(update.rows, [*named, *empty])
+    sums = -dense(ids, values, height)[named]
+    np.testing.assert_array_equal(update.values[: named.size], sums)
 
 
-def test_first_slots_of_64_bit_ids(x64):
+def test_duplicates_of_64_bit_ids(x64):
+    """No array has so many rows."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 9, 300) * (1 << 33) + rng.integers(0, 9, 300)
     found = jax.jit(merge.first_slots, static_argnums=1)(jnp.asarray(ids), 1 << 40)
-    want = [ids.tolist().index(i) for i in ids.tolist()]
-    np.testing.assert_array_equal(found, want)
-
-
-@pytest.mark.parametrize("n", [1, 31, 32, 33, 5_000])
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_counts_and_positions_of_flags(share, n):
-    mask = np.random.default_rng(n).random((3, n)) < share
-    counts = jax.vmap(indexing.running_count)(jnp.asarray(mask))
-    np.testing.assert_array_equal(counts, np.cumsum(mask, axis=1))
-    for size in (1, n, n + 3):
-        found, count = jax.jit(indexing.positions, static_argnums=1)(mask[0], size)
-        (where,) = np.nonzero(mask[0])
-        assert int(count) == len(where) and found.shape == (size,)
-        padding = np.full(max(0, size - len(where)), n)
-        np.testing.assert_array_equal(found, np.concatenate([where[:size], padding]))
+    np.testing.assert_array_equal(found, [ids.tolist().index(i) for i in ids.tolist()])
 
 
 # ------------------------------------------------------------------ the program
@@ -377,9 +346,7 @@ def test_no_array_of_the_gradients_size_but_itself(name):
 
 
 def test_looking_at_the_update_copies_no_table():
-    scaled = lambda updates: jax.tree.map(
-        lambda u: u * 0.5, updates, is_leaf=lambda x: isinstance(x, sj.SelectedRows)
-    )
+    scaled = lambda updates: jax.tree.map(lambda u: u * 0.5, updates, is_leaf=is_rows)
     compiled, gradient = _compiled(lazy(optax.adam(0.1)), scaled)
     assert not re.findall(r"= f32\[200003,64\]\S* copy\(", compiled.as_text())
     assert compiled.memory_analysis().temp_size_in_bytes < 6 * gradient
@@ -420,8 +387,8 @@ def test_tables_with_other_updates_have_programs_of_their_own():
     def run(grads, params):
         state = tx.init(params)
         updates, _ = lazy(tx).update(grads, state, params)
-        dense = {k: g.to_dense() for k, g in grads.items()}
-        expected, _ = tx.update(dense, state, params)
+        whole = {k: g.to_dense() for k, g in grads.items()}
+        expected, _ = tx.update(whole, state, params)
         return {k: u.to_dense() for k, u in updates.items()}, expected
 
     updates, expected = run(grads, params)

@@ -1,13 +1,14 @@
-"""Transformations that may be lifted, and the names in refusals of the others.
+"""Which transformations may be lifted, which are exact, and the names in refusals.
 
 The verdict is read from the program. Its oracle, `tests/tools/probe.py`, runs the
-transformation on random numbers.
+transformation on random numbers. `tests/docs/optax_table.md` has all of optax's.
 """
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
+import re
 from typing import Any
 
 import jax
@@ -17,16 +18,20 @@ import pytest
 
 import optax_table
 import probe
-from helpers import slow_but
+from helpers import assert_trees_close, slow_but, to_dense
 from optimizers import (
     CLIPPED_LAST,
     LR,
     QUICK_REFUSED,
     REFUSED,
+    SCHEDULE,
     SEPARABLE,
+    make_grads,
+    make_params,
 )
 from sparsejax import SelectedRows
-from sparsejax.optim import is_row_separable, lazy
+from sparsejax.optim import is_lazy_exact, is_row_separable, lazy, rowwise_adagrad
+from sparsejax.optim._lazy import separability
 
 
 def _refusal(tx):
@@ -51,6 +56,12 @@ def test_refused_by_name_at_init(name):
     params = jnp.zeros((300, 130))
     with pytest.raises(ValueError, match=f"sparsejax.optim.lazy: .*{named}"):
         lazy(tx).init({"table": params, "bias": jnp.zeros(130)})
+
+
+def test_a_release_of_optax_keeps_the_names_that_we_refuse_by():
+    words = " ".join(named for _, named in REFUSED.values())
+    parts = [*separability.KNOWN_AS, *(x for x, _ in separability.NOT_LIFTED.values())]
+    assert not [x for x in parts if x not in words and "sparsejax" not in x]
 
 
 # Here the oracle and `lazy` differ, as intended: True if `lazy` refuses.
@@ -85,9 +96,10 @@ def test_the_verdict_agrees_with_its_oracle(name):
 
 
 @pytest.mark.parametrize("junk", [None, 5, "adam", lambda x: x, optax.adam, optax])
-def test_is_row_separable_never_raises(junk):
-    assert not is_row_separable(junk)
-    assert not is_row_separable(junk, {"table": jnp.zeros((3, 2))})
+@pytest.mark.parametrize("ask", [is_row_separable, is_lazy_exact])
+def test_questions_never_raise(ask, junk):
+    assert not ask(junk)
+    assert not ask(junk, {"table": jnp.zeros((3, 2))})
 
 
 def test_transformations_that_raise_are_not_separable():
@@ -326,10 +338,14 @@ def center_table(updates, params):
     return {**updates, "table": updates["table"] - jnp.mean(updates["table"], 0)}
 
 
+def center(g, p):
+    return g - jnp.mean(g)
+
+
 @pytest.mark.parametrize(
     "wrap", [lambda tx: tx, lambda tx: optax.chain(tx, optax.sgd(LR))]
 )
-def test_functions_of_a_tree_are_given_the_tree(wrap):
+def test_functions_that_optax_calls_are_named_and_given_the_tree(wrap):
     """The function of `optax.stateless` may treat leaves differently."""
 
     def scale(updates, params):
@@ -340,6 +356,8 @@ def test_functions_of_a_tree_are_given_the_tree(wrap):
     tx.update(grads, tx.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="because of center_table: div by a number"):
         lazy(wrap(optax.stateless(center_table))).init(PARAMS)
+    with pytest.raises(ValueError, match="because of center: .*test_separability.py:"):
+        lazy(wrap(optax.stateless_with_tree_map(center))).init(PARAMS)
 
 
 def test_extra_arguments_are_filled_in():
@@ -372,8 +390,11 @@ def test_judged_leaf_by_leaf():
     clipped = optax.chain(tx, optax.clip_by_global_norm(1.0))
     assert is_row_separable(clipped, TREE)
     # A dense gradient may be held back.
-    tx = _partition(optax.adam(LR), optax.apply_every(2))
-    assert is_row_separable(tx, TREE)
+    assert is_row_separable(_partition(optax.adam(LR), optax.apply_every(2)), TREE)
+    # Shapes are enough.
+    shapes = jax.eval_shape(lambda: TREE)
+    assert is_row_separable(tx, shapes)
+    assert not is_row_separable(optax.lamb(LR), shapes)
 
 
 @pytest.mark.slow
@@ -382,11 +403,6 @@ def test_the_partition_to_blame_is_the_tables():
     params = {"table": jnp.zeros((90, 6)), "kernel": jnp.zeros((80, 6))}
     with pytest.raises(ValueError, match="because of scale_by_trust_ratio"):
         lazy(tx).init(params)
-
-
-def test_labels_may_be_a_function():
-    labels = lambda params: {k: LABELS[k] for k in params}
-    assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR), labels), TREE)
 
 
 def test_each_tree_is_judged_by_itself():
@@ -440,27 +456,43 @@ def test_rank_one_counts_only_where_nothing_has_more():
     assert not is_row_separable(optax.lamb(LR), {"bias": jnp.zeros(7)})
 
 
-def test_judged_from_shapes_alone():
-    shapes = jax.eval_shape(lambda: TREE)
-    assert is_row_separable(_partition(optax.adam(LR), optax.lamb(LR)), shapes)
-    assert not is_row_separable(optax.lamb(LR), shapes)
+def _in_shard_map(kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
+    spec = jax.P("x")
+
+    def trace(f):
+        x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, spec))
+        mapped = jax.shard_map(lambda x: f(x) * x, in_specs=spec, out_specs=spec)
+        with jax.set_mesh(mesh):
+            jax.jit(mapped)(x)
+            f(x)
+
+    return trace
 
 
-@pytest.mark.slow
-def test_judged_the_same_in_any_trace():
-    seen = []
+TRACES = {
+    "jit": lambda f: jax.jit(f)(jnp.ones(3)),
+    "vmap": lambda f: jax.vmap(f)(jnp.ones((2, 3))),
+    "grad": lambda f: jax.grad(f)(jnp.ones(3)),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((2, 3))),
+    "auto": _in_shard_map(jax.sharding.AxisType.Auto),
+    "explicit": _in_shard_map(jax.sharding.AxisType.Explicit),
+}
+
+
+@pytest.mark.usefixtures("eight_devices")
+@pytest.mark.parametrize("trace", TRACES)
+def test_judged_the_same_in_any_trace(trace):
+    seen = set()
 
     def f(x):
-        seen.append(
-            (is_row_separable(optax.adam(2.0)), is_row_separable(optax.lamb(2.0)))
-        )
+        adam, lamb, sgd = optax.adam(2.0), optax.lamb(2.0), optax.sgd(2.0)
+        exact = is_lazy_exact(sgd), is_lazy_exact(adam)
+        seen.add((is_row_separable(adam), is_row_separable(lamb), *exact))
         return jnp.sum(x)
 
-    jax.jit(f)(jnp.ones(3))
-    jax.vmap(f)(jnp.ones((2, 3)))
-    jax.grad(f)(jnp.ones(3))
-    jax.lax.scan(lambda c, x: (c, f(x)), 0.0, jnp.ones((2, 3)))
-    assert set(seen) == {(True, False)}
+    TRACES[trace](f)
+    assert seen == {(True, False, True, False)}
 
 
 @pytest.mark.usefixtures("loose_promotion")
@@ -485,26 +517,110 @@ def test_schedules_are_numbers_in_a_trace(wrap, promotion):
             wrap(tx.init)(jnp.ones((3, 50, 6)))
 
 
-@pytest.mark.usefixtures("eight_devices")
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_judged_the_same_in_shard_map(kind):
-    kind = getattr(jax.sharding.AxisType, kind)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
-    x = jax.device_put(jnp.ones(8), jax.NamedSharding(mesh, jax.P("x")))
-    seen = []
+# ------------------------------------------------------------------ is_lazy_exact
 
-    def f(x):
-        seen.append(is_row_separable(optax.adam(3.0)))
-        return x
-
-    with jax.set_mesh(mesh):
-        jax.jit(jax.shard_map(f, in_specs=jax.P("x"), out_specs=jax.P("x")))(x)
-        seen.append(is_row_separable(optax.adam(4.0)))
-    assert seen and all(seen)
+EXACT = {
+    "clip": lambda: optax.chain(optax.clip(0.5), optax.sgd(LR)),
+    "adagrad": lambda: optax.adagrad(SCHEDULE, initial_accumulator_value=0.0),
+    "clip_by_global_norm": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adagrad(LR)
+    ),
+    "rowwise_adagrad": lambda: rowwise_adagrad(LR),
+}
 
 
-def test_many_leaves_cost_little():
-    # A compiler drops the arithmetic of leaves that are not tried.
-    params = {f"dense_{i}": jnp.zeros((3 + i % 5, 4)) for i in range(100)}
-    params["table"] = jnp.zeros((1000, 8))
-    assert is_row_separable(optax.chain(optax.clip(1.0), optax.adamw(LR)), params)
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_means_equal_to_dense_training(name):
+    tx = EXACT[name]()
+    assert is_lazy_exact(tx)
+
+    def train(tx, form):
+        params, update = make_params(), jax.jit(tx.update)
+        state = tx.init(params)
+        for step in range(4):  # with duplicates, and other rows each time
+            updates, state = update(form(make_grads(step)), state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    found, want = train(lazy(tx), lambda g: g), train(tx, to_dense)
+    assert_trees_close(found, want, rtol=2e-6, atol=1e-7)
+
+
+def _state_moves(move):
+    """It updates by the gradient alone, but its state goes on without one."""
+    return _of_leaf(lambda g, w, s: (-g, move(s, g)), jnp.zeros_like)
+
+
+NOT_EXACT = {
+    "momentum": lambda: optax.sgd(LR, momentum=0.9),
+    "adam": lambda: optax.adam(LR),
+    "rmsprop": lambda: optax.rmsprop(LR),  # the second moment fades
+    "decay": lambda: optax.chain(optax.add_decayed_weights(0.1), optax.sgd(LR)),
+    # Nothing moves at the first step, nor ever in a row that was not read.
+    "later": lambda: _state_moves(lambda s, g: jnp.where(g != 0, g, 0.5 * s)),
+    "reversed": lambda: _state_moves(lambda s, g: jnp.flip(s, axis=1) + g),
+    "rotated": lambda: _state_moves(lambda s, g: jnp.roll(s, 1, axis=1) + g),
+    "sorted": lambda: _state_moves(lambda s, g: jnp.sort(s, axis=1) + g),
+    "rounded": lambda: _state_moves(
+        lambda s, g: s.astype(jnp.bfloat16).astype(s.dtype) + g
+    ),
+    "as integers": lambda: _state_moves(
+        lambda s, g: s.astype(jnp.int32).astype(s.dtype) + g
+    ),
+}
+
+
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.parametrize("name", NOT_EXACT)
+def test_not_exact(name):
+    tx = NOT_EXACT[name]()
+    assert is_row_separable(tx)
+    assert not is_lazy_exact(tx)
+
+
+def test_exact_for_a_tree():
+    assert not is_lazy_exact(optax.lamb(LR))  # not by rows at all
+    assert is_lazy_exact(_partition(optax.sgd(LR), optax.lamb(LR)), TREE)
+    tree = jax.eval_shape(lambda: {**TREE, "none": None})
+    assert is_lazy_exact(optax.sgd(LR), tree)
+    assert not is_lazy_exact(optax.sgd(LR, momentum=0.9), tree)
+
+
+# ------------------------------------------------------------------ the page
+
+IN_PAGE = dict(
+    re.findall(r"^\| `([\w.]+)` \| (.*) \|$", optax_table.PAGE.read_text(), re.M)
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # but there
+@pytest.mark.parametrize("section", optax_table.SECTIONS, ids=lambda s: s[0])
+def test_the_page_is_what_is_found(section):
+    found = optax_table.rows([section])
+    page = {name: IN_PAGE.get(name, "is not in it") for name in found}
+    assert {k: v.rstrip(" |") for k, v in found.items()} == {
+        k: v.rstrip(" |") for k, v in page.items()
+    }, "make it again: python tests/optax_table.py"
+
+
+def test_the_page_of_optimizers_agrees():
+    short = optax_table.SHORT.read_text()
+    shown = re.findall(r"^\| (`.*`) \| (\*\*\w+\*\*|as what .*?) \|", short, re.M)
+    named = [
+        (f"optax.{x}", kind) for cell, kind in shown for x in cell.split("`")[1::2]
+    ]
+    assert len(named) > 40
+    for name, kind in named:
+        assert IN_PAGE[name].startswith(kind.replace("they hold", "it holds")), name
+
+
+def test_nothing_is_missing():
+    made_with = re.search(r"\(optax ([\w.]+)\)", optax_table.PAGE.read_text())
+    if made_with is None or made_with[1] != optax.__version__:
+        pytest.skip("the page was made with another optax")
+    missing = set(optax_table.makers()) - IN_PAGE.keys() - optax_table.NOT_ONE
+    assert not missing
+    assert "optax.adam" in optax_table.makers()

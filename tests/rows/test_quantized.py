@@ -8,7 +8,6 @@ arithmetic, one number at a time, for more rows than are recorded.
 # pyright: reportArgumentType=false
 
 import functools
-import operator
 import pickle
 
 import jax
@@ -19,7 +18,7 @@ import pytest
 from jax import export
 
 import sparsejax as sj
-from helpers import assert_same_bits, compile_as_users_do
+from helpers import assert_same_bits, assert_written_in_place, compile_as_users_do
 
 
 F32, F16 = np.float32, np.float16
@@ -372,17 +371,6 @@ def test_exported_and_read_again():
 
 
 @pytest.mark.slow
-def test_saved_by_orbax(tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
-    params = {"item": sj.quantize(make_rows()), "w": jnp.ones(3)}
-    with ocp.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "at", params)
-        saver.wait_until_finished()
-        again = saver.restore(tmp_path / "at", jax.eval_shape(lambda: params))
-    assert_same_bits(again["item"].to_fused(), params["item"].to_fused())
-
-
-@pytest.mark.slow
 def test_layers_take_one():
     ids, st = jnp.array([[3, 1], [0, 0]]), sj.SegmentTensor.from_lists([[1, 2], [4]])
     values = {"index": st.values, "value": jnp.ones(st.values.shape)}
@@ -416,45 +404,6 @@ def test_layers_take_one():
 # ------------------------------------------------------------------ trees
 
 each = lambda f: lambda *tables: jax.tree.map(f, *tables)
-COMPUTE = {
-    "abs": lambda a, b: each(jnp.abs)(a),
-    "add": each(operator.add),
-    "astype": lambda a, b: each(lambda x: x.astype(jnp.float32))(a),
-    "average": each(lambda x, y: (x + y) / 2),
-    "global_norm": lambda a, b: optax.tree.norm(a),
-    "incremental_update": lambda a, b: optax.incremental_update(a, b, 0.1),
-    "jnp.add": each(jnp.add),
-    "jnp.mean of a stack": each(lambda *xs: jnp.mean(jnp.stack(xs), 0)),
-    "maximum": each(jnp.maximum),
-    "negative": lambda a, b: each(operator.neg)(a),
-    "scale": lambda a, b: each(lambda x: x * 2)(a),
-    "sgd": lambda a, b: optax.sgd(0.1).update(a, optax.sgd(0.1).init(a), a),
-    "subtract": each(operator.sub),
-    "sum": lambda a, b: each(jnp.sum)(a),
-    "tree.add": optax.tree.add,
-    "tree.scale": lambda a, b: optax.tree.scale(0.5, a),
-    "tree.vdot": optax.tree.vdot,
-    "where with a number": lambda a, b: each(lambda x: jnp.where(True, x, 0))(a),
-}
-
-
-@pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", COMPUTE)
-def test_arithmetic_through_trees_is_refused(name):
-    """Eagerly and traced; the error names the methods to call."""
-    f = COMPUTE[name]
-    for scale_dtype in (F16, F32):
-        a, b = two_tables(4, scale_dtype)
-        # Outside of programs JAX refuses methods before it sees the dtype.
-        with pytest.raises(
-            (TypeError, ValueError, NotImplementedError, AssertionError),
-            match=r"table\.average|Cannot call abstract method",
-        ):
-            f(a, b)
-        with pytest.raises(
-            (TypeError, ValueError, AssertionError), match=r"table\.average\(other\)"
-        ):
-            jax.jit(f).lower(a, b)
 
 
 MOVES = {
@@ -580,17 +529,6 @@ def test_gradients_beside_a_quantized_table():
             np.testing.assert_allclose(
                 got[name], want[name], rtol=1e-4, atol=1e-5 * scale
             )
-
-
-def test_a_table_of_integers_has_no_gradient():
-    params = {"item": sj.quantize(make_rows()), "w": jnp.ones(7)}
-    loss = lambda p: jnp.sum(sj.lookup(p["item"], IDS, mode="zero") @ p["w"])
-    with pytest.raises(
-        TypeError, match=r"p\['item'\].* got QuantizedTable.*pull\(ids\)"
-    ):
-        sj.value_and_grad(loss)(params)
-    with pytest.raises(TypeError, match="uint8"):
-        jax.grad(loss)(params)
 
 
 # ------------------------------------------------------------------ training
@@ -755,9 +693,8 @@ def test_a_step_in_8_bits_is_in_place():
     target = jax.ShapeDtypeStruct((256, width), F32)
     train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
     compiled = compile_as_users_do(train.lower(params, state, ids, target))
-    text, memory = str(compiled.as_text()), compiled.memory_analysis()
-    assert memory is not None
+    text = compiled.as_text()
     assert f"f32[{height},{width}]" not in text
     assert f"f32[{height},2]" not in text
-    assert memory.alias_size_in_bytes >= params["t"].nbytes
-    assert memory.temp_size_in_bytes < params["t"].nbytes / 10
+    assert_written_in_place(compiled, [params["t"].codes], params["t"].nbytes / 10)
+    assert compiled.memory_analysis().alias_size_in_bytes >= params["t"].nbytes

@@ -1,15 +1,16 @@
-"""scatter_assign and scatter_weighted_sum, against a loop and against Caffe2."""
+"""scatter_assign and scatter_weighted_sum, against a loop.
+
+The recorded answers of Caffe2: tests/docs/test_caffe2_mapping.py.
+"""
 
 from typing import Any
 
-import chex
 import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from absl.testing import parameterized
 from jax.test_util import check_grads
 
 import sparsejax as sj
@@ -315,136 +316,3 @@ def test_vmap_and_scan():
     for r, v in zip(rows, values):
         looped, _ = step(looped, (r, v))
     assert_trees_close(scanned, looped)
-
-
-# ------------------------------------------------------------------ Caffe2
-# Answers of its operators (torch 1.10.2): inputs in order, then the output.
-
-
-def array(shape, numbers):
-    return np.array(numbers.split(), np.float32).reshape(shape)
-
-
-CAFFE2 = {
-    "ScatterAssign/int32_dup": (
-        array(
-            (6, 2),
-            "-1.2038554 0.14947219 1.2986445 -0.75936383 0.47616518 "
-            "1.2441292 -1.3066499 -1.8876108 -0.084004804 0.6103694 "
-            "1.4934865 -1.8777049",
-        ),
-        np.array([4, 1, 4], np.int32),
-        array(
-            (3, 2),
-            "-1.7521168 -1.8525052 1.412655 -1.3710433 -0.8088813 -0.29185134",
-        ),
-        array(
-            (6, 2),
-            "-1.2038554 0.14947219 1.412655 -1.3710433 0.47616518 "
-            "1.2441292 -1.3066499 -1.8876108 -0.8088813 -0.29185134 "
-            "1.4934865 -1.8777049",
-        ),
-    ),
-    "ScatterAssign/int64": (
-        array(
-            (6, 2),
-            "1.2050664 0.99427843 0.6447434 -1.3451623 0.53623855 "
-            "-1.8295145 -0.33189926 0.087493785 -1.4310125 1.9184021 "
-            "-1.0316234 -1.5598909",
-        ),
-        np.array([4, 1, 0], np.int64),
-        array(
-            (3, 2),
-            "1.0161738 0.011512002 -0.4455191 -1.9642348 -0.813933 -1.5083576",
-        ),
-        array(
-            (6, 2),
-            "-0.813933 -1.5083576 -0.4455191 -1.9642348 0.53623855 "
-            "-1.8295145 -0.33189926 0.087493785 1.0161738 0.011512002 "
-            "-1.0316234 -1.5598909",
-        ),
-    ),
-    "ScatterWeightedSum/int32": (
-        array(
-            (6, 2),
-            "1.3484286 -0.66756123 -1.6258551 -0.64858377 -0.53492045 "
-            "0.65726954 -0.10799158 -1.3666563 1.8959767 0.67761326 "
-            "0.47902226 -1.8733336",
-        ),
-        np.array([0.5], np.float32),
-        np.array([4, 1, 0], np.int32),
-        array(
-            (3, 2),
-            "0.39764857 -0.5346176 -0.37199062 1.0643725 -0.5509648 -1.1194439",
-        ),
-        np.array([-2.0], np.float32),
-        array(
-            (3, 2),
-            "-0.23027079 0.45156285 -1.6460555 -1.3576566 -1.3474944 0.342672",
-        ),
-        np.array([3.0], np.float32),
-        array(
-            (6, 2),
-            "-2.2663395 2.933123 -5.007113 -6.5260067 -0.53492045 "
-            "0.65726954 -0.10799158 -1.3666563 -0.53812116 2.7627304 "
-            "0.47902226 -1.8733336",
-        ),
-    ),
-    "ScatterWeightedSum/int32_dup_w0": (
-        array(
-            (6, 2),
-            "-1.0749236 0.91213644 0.19159329 -1.4285946 0.5015255 "
-            "-0.48908183 -1.2925284 0.35923162 0.0020644625 -0.06771445 "
-            "-0.13977267 0.7996494",
-        ),
-        np.array([0.5], np.float32),
-        np.array([4, 1, 4], np.int32),
-        array((3, 2), "1.4764313 0.49972537 1.59141 -1.7697581 1.9759434 1.4801384"),
-        np.array([-2.0], np.float32),
-        array(
-            (6, 2),
-            "-1.0749236 0.91213644 -3.0870235 2.825219 0.5015255 "
-            "-0.48908183 -1.2925284 0.35923162 -6.904233 -3.9766562 "
-            "-0.13977267 0.7996494",
-        ),
-    ),
-    "ScatterWeightedSum/int32_dup_w0_is_1": (
-        array(
-            (6,),
-            "1.3905467 -0.618173 -1.5782751 0.005270751 -0.43463287 0.08970623",
-        ),
-        np.array([1.0], np.float32),
-        np.array([4, 1, 4], np.int32),
-        array((3,), "-0.44649622 1.4428936 1.5199956"),
-        np.array([-2.0], np.float32),
-        array(
-            (6,),
-            "1.3905467 -3.5039601 -1.5782751 0.005270751 -2.5816317 0.08970623",
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", [n for n in CAFFE2 if "Assign" in n])
-def test_caffe2_scatter_assign(name, x64):
-    table, rows, values, want = CAFFE2[name]
-    got = np.asarray(jax.jit(sj.scatter_assign)(table, rows, values))
-    for i, (row, may_be) in enumerate(zip(got, assigned(table, rows, values))):
-        # The last duplicate wins there; here any of them may.
-        assert np.array_equal(may_be[-1], want[i])
-        assert any(np.array_equal(row, x) for x in may_be)
-
-
-class TestCaffe2(chex.TestCase):
-    @chex.variants(with_jit=True, without_jit=True)  # pyright: ignore[reportCallIssue]
-    @parameterized.named_parameters((n, n) for n in CAFFE2 if "WeightedSum" in n)
-    def test_scatter_weighted_sum(self, name):
-        *args, want = CAFFE2[name]
-        table, w0, rows = args[:3]
-        got = np.asarray(self.variant(sj.scatter_weighted_sum)(*args))
-        # It scales a row once for each time that it is named, we do so once.
-        times = np.bincount(rows, minlength=len(table))
-        more = (w0**times - np.where(times, w0, 1)).astype(np.float32)
-        more = more.reshape(-1, *[1] * (table.ndim - 1)) * table
-        np.testing.assert_allclose(got + more, want, rtol=1e-5, atol=1e-6)
-        assert not more.any() or "dup_w0" in name

@@ -94,6 +94,8 @@ def test_gradient_with_respect_to_a_stack():
 
 
 def test_refused():
+    with pytest.raises(TypeError, match=r"ids k \* V \+ v. Use .get\(ids\)"):
+        _stack()[7]
     calls = {
         "lookup": lambda g: sj.lookup(g, jnp.array([1])),
         "embedding_bag": lambda g: sj.embedding_bag(g, jnp.array([[1]])),

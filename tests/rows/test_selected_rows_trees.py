@@ -31,12 +31,6 @@ apply_updates: Any = optax.apply_updates
 # ------------------------------------------------------------------ transformations
 
 
-def two_and_their_batch():
-    rows = [[4, 0, 4], [V, 1, 1]]
-    parts = [make_rows(r, V, seed=i)[0] for i, r in enumerate(rows)]
-    return parts, jax.tree.map(lambda *x: jnp.stack(x), *parts)
-
-
 def several_operations(a, array):
     ids = jnp.array([3, 0, 4, 100, -1])
     return {
@@ -121,19 +115,6 @@ def test_what_the_error_of_a_batch_names():
     assert_trees_close(total.to_dense(), (parts[0] + parts[1]).to_dense())
     assert_trees_close(jax.tree.map(lambda x: x[0], batch), parts[0])
     assert "int32[2,3]" in repr(batch)
-
-
-@pytest.mark.parametrize("reduce", [jax.lax.psum, jax.lax.pmean])
-def test_a_collective_of_jax_names_ours(reduce):
-    """In a user's own step over devices."""
-    _, batch = two_and_their_batch()
-    total = lambda g: jax.tree.map(lambda x: reduce(x, "devices"), g)
-    for step in (total, lambda g: reduce(g, "devices")):
-        with pytest.raises(
-            (TypeError, ValueError), match="row_ids.* of a Sel"
-        ) as caught:
-            jax.vmap(step, axis_name="devices")(batch)
-        assert "sparsejax.parallel.psum" in str(caught.value)
 
 
 def test_scan():

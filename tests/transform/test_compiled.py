@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import compile_as_users_do
+from helpers import compile_as_users_do, compile_step, count_traces
 from sparsejax._lookup.bag_sum import bag_sum
 from sparsejax._lookup.read_rows import read_rows
 
@@ -46,19 +46,16 @@ def _step(tx, params, state, ids, w):
     return optax.apply_updates(params, updates), state, loss
 
 
-def _compile(tx, height, dim, ids):
-    params = {"table": jax.ShapeDtypeStruct((height, dim), jnp.float32)}
-    step = jax.jit(partial(_step, tx), donate_argnums=(0, 1))
-    ids = jax.ShapeDtypeStruct((ids,), jnp.int32)
-    w = jax.ShapeDtypeStruct((dim,), jnp.float32)
-    state = jax.eval_shape(tx.init, params)
-    return compile_as_users_do(step.lower(params, state, ids, w))
-
-
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_in_place_and_small(name):
     height, dim, ids = 1_000_000, 64, 8192
-    compiled = _compile(sj.optim.lazy(OPTIMIZERS[name]), height, dim, ids)
+    compiled = compile_step(
+        _loss,
+        sj.optim.lazy(OPTIMIZERS[name]),
+        {"table": (height, dim)},
+        (ids,),
+        jax.ShapeDtypeStruct((dim,), jnp.float32),
+    )
     memory: Any = compiled.memory_analysis()
     table = 4 * height * dim
     state = jax.eval_shape(
@@ -79,38 +76,22 @@ def test_in_place_and_small(name):
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])
-def test_new_ids_do_not_recompile(name):
+def test_new_ids_do_not_recompile_and_buffers_are_reused(name):
     tx = sj.optim.lazy(OPTIMIZERS[name])
-    traces = 0
-
-    def step(*args):
-        nonlocal traces
-        traces += 1
-        return _step(tx, *args)
-
-    step = jax.jit(step, donate_argnums=(0, 1))
-    params = {"table": jnp.ones((1000, 8))}
-    state = tx.init(params)
-    rng = np.random.default_rng(0)
-    for k in range(10):
-        # Few or many distinct ids, out of range now and then: one program.
-        ids = jnp.asarray(rng.integers(-2, 5 + 100 * k, 32), jnp.int32)
-        params, state, _ = step(params, state, ids, jnp.ones(8))
-    assert traces == 1
-    assert step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_donated_buffers_are_reused():
-    tx = sj.optim.lazy(optax.adam(1e-3))
+    traced = count_traces(partial(_step, tx))
+    step = jax.jit(traced, donate_argnums=(0, 1))
     params = {"table": jnp.ones((1000, 8))}
     state = tx.init(params)
     where = lambda tree: {
         x.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) if x.ndim == 2
     }
-    before = where((params, state))
-    step = jax.jit(partial(_step, tx), donate_argnums=(0, 1))
-    params, state, _ = step(params, state, jnp.arange(9), jnp.ones(8))
+    before, rng = where((params, state)), np.random.default_rng(0)
+    for k in range(10):
+        # Few or many distinct ids, out of range now and then: one program.
+        ids = jnp.asarray(rng.integers(-2, 5 + 100 * k, 32), jnp.int32)
+        params, state, _ = step(params, state, ids, jnp.ones(8))
     assert where((params, state)) == before
+    assert traced.count == step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
 
 
 # ------------------------------------------------------------------ lowerings

@@ -3,7 +3,6 @@
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 
-import functools
 import itertools
 
 import jax
@@ -11,13 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 
 import sparsejax as sj
 from helpers import (
     assert_no_copies,
     assert_trees_close,
-    compile_as_users_do,
+    compile_step,
     to_dense,
 )
 
@@ -93,39 +91,6 @@ def test_derivatives(name, params, x64):
 
 @pytest.mark.window
 @pytest.mark.usefixtures("loose_promotion")
-@pytest.mark.parametrize("name", ["dots", "lookup", "penalty"])
-def test_under_transformations(name, params):
-    """vmap over parameters, inside of a scan, the loss checkpointed, bfloat16."""
-    loss = LOSSES[name]
-    sparse = lambda loss: lambda p: to_dense(sj.grad(loss)(p))
-
-    @jax.jit
-    def run(params, half):
-        several = jax.tree.map(lambda x: jnp.stack([x, 2 * x]), params)
-        _, scanned = lax.scan(lambda c, p: (c, sparse(loss)(p)), 0, several)
-        return {
-            "sparse": (
-                jax.vmap(sparse(loss))(several),
-                scanned,
-                sparse(jax.checkpoint(loss))(params),
-            ),
-            "half": sparse(loss)(half),
-            "dense": jax.vmap(jax.grad(loss))(several),
-            "dense half": jax.grad(loss)(half),
-        }
-
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
-    found = run(params, half)
-    vmapped, scanned, checkpointed = found["sparse"]
-    check = functools.partial(assert_trees_close, rtol=1e-5, atol=1e-5)
-    check(vmapped, found["dense"])
-    check(scanned, found["dense"])
-    check(checkpointed, jax.tree.map(lambda x: x[0], found["dense"]))
-    assert_trees_close(found["half"], found["dense half"], rtol=0.05, atol=0.05)
-
-
-@pytest.mark.window
-@pytest.mark.usefixtures("loose_promotion")
 def test_a_gradient_inside_of_another_reads_once(params):
     loss = lambda p: jnp.sum(p["t"][I] ** 2)
     norm = lambda p: jnp.sum(sj.grad(loss)(p)["t"].to_dense()[J] ** 2)
@@ -176,22 +141,12 @@ def test_memory_of_a_step(tx, name):
     tx = sj.optim.lazy({"sgd": optax.sgd, "adam": optax.adam}[tx](0.1))
     uses = {"pairs of two tables": "tu", "gate": "tu", "penalty": "tuw"}.get(name, "t")
     shapes = {"t": (v, d), "u": (v, d), "w": (d,)}
-    params = {k: jax.ShapeDtypeStruct(shapes[k], jnp.float32) for k in uses}
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, i, j):
-        loss, grads = sj.value_and_grad(LARGE[name])(params, i, j)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    ids = jax.ShapeDtypeStruct((n,), jnp.int32)
-    args = params, jax.eval_shape(tx.init, params), ids, ids
-    compiled = compile_as_users_do(step.lower(*args))
-    memory = compiled.memory_analysis()
-    assert memory is not None
+    shapes = {k: shapes[k] for k in uses}
+    compiled = compile_step(LARGE[name], tx, shapes, (n,), (n,))
     # A GPU's scatter reads the rows of the other table: each has to come first.
     if name != "pairs of two tables" or jax.default_backend() == "cpu":
-        assert_no_copies(compiled.as_text(), params["t"])
-    rows = memory.temp_size_in_bytes / (4 * n * d)
+        table = jax.ShapeDtypeStruct((v, d), jnp.float32)
+        assert_no_copies(compiled.as_text(), table)
+    rows = compiled.memory_analysis().temp_size_in_bytes / (4 * n * d)
     if jax.default_backend() == "cpu":
         assert rows < {"squares": 2.2, "dots": 4.5}.get(name, 4.6), rows

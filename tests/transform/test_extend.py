@@ -161,14 +161,21 @@ def test_a_cell_that_is_run_again_replaces_its_rule():
     assert not sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
 
 
-def test_a_function_of_the_same_name_in_another_module_stays():
-    registry = liveness.Registry()
-    ours, theirs = [lambda: None for _ in range(2)]
+def test_a_rule_of_the_same_name_in_another_module_stays():
+    p = _new_primitive("two_modules")
+
+    def make(reads):
+        def rule(ctx, table, ids):
+            return 2.0 * ctx.read(table, ids) if reads else NotImplemented
+
+        return rule
+
+    theirs, ours = make(True), make(False)
     theirs.__module__ = "another_package"
-    assert ours.__qualname__ == theirs.__qualname__
-    registry.add("sin", theirs)
-    registry.add("sin", ours)
-    assert registry.find("sin") == [ours, theirs]
+    sj.extend.register_rule(p)(theirs)
+    sj.extend.register_rule(p)(ours)
+    loss = lambda t: jnp.sum(p.bind(t, IDS))
+    assert sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
 
 
 def test_a_flow_by_name_comes_before_jaxs_own():

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import sparsejax as sj
-from helpers import assert_no_dense, slow_but
+from helpers import assert_no_dense, is_rows, slow_but
 from sparsejax.transform import interpreter
 
 
@@ -118,12 +118,25 @@ def _table():
     return jax.random.normal(jax.random.key(0), (K * V, D), jnp.float64)
 
 
+def _stack():
+    return _table().reshape(K, V, D)
+
+
 def _loss(read):
     return lambda table: jnp.sum(jnp.sin(read(table.reshape(K, V, D))))
 
 
-def _close(a, b):
-    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
+def _as_param(read):
+    return lambda stack: jnp.sum(jnp.sin(read(stack)))
+
+
+# The parameter is one table of all rows, or the stack.
+FORMS = {"table": (_table, _loss), "stack": (_stack, _as_param)}
+each_form = pytest.mark.parametrize("form", FORMS)
+
+
+def _close(a, b, name=""):
+    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9, err_msg=name)
 
 
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
@@ -132,8 +145,12 @@ OTHERS = [name for name in PROGRAMS if name not in QUICK]
 TRANSFORMED = [*QUICK, "block", "vmap_bag", "scan_reverse", "branch", "row_functions"]
 
 
-def _assert_equal(losses, names, table):
+@each_form
+@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
+def test_equals_jax_grad(names, form, x64):
     """One program for all: most of the time goes into compiling."""
+    make, as_loss = FORMS[form]
+    losses = [as_loss(PROGRAMS[name][0]) for name in names]
 
     @jax.jit
     def run(table):
@@ -142,33 +159,23 @@ def _assert_equal(losses, names, table):
         dense = [jax.grad(loss)(table) for loss in losses]
         return [g.to_dense() for g in sparse], dense
 
-    for name, *pair in zip(names, *run(table), strict=True):
-        np.testing.assert_allclose(*pair, rtol=1e-9, atol=1e-9, err_msg=name)
-
-
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
-def test_equals_jax_grad(names, x64):
-    _assert_equal([_loss(PROGRAMS[name][0]) for name in names], names, _table())
+    for name, got, want in zip(names, *run(make()), strict=True):
+        _close(got, want, name)
 
 
 @pytest.mark.window
+@pytest.mark.parametrize("form", slow_but(FORMS, "table"))
 @pytest.mark.parametrize("name", slow_but(TRANSFORMED, *QUICK))
-def test_under_vmap_and_differentiated_again(name, x64):
-    loss, table = _loss(PROGRAMS[name][0]), _table()
-
-    def second(grad):
-        norm = lambda t: jnp.sum(jnp.sin(grad(t)))
-        return jax.grad(norm)(table)
+def test_under_vmap_and_differentiated_again(name, form, x64):
+    make, as_loss = FORMS[form]
+    loss, table = as_loss(PROGRAMS[name][0]), make()
+    second = lambda grad: jax.grad(lambda t: jnp.sum(jnp.sin(grad(t))))(table)
 
     @jax.jit
     def run(table):
         sparse = lambda t: sj.grad(loss, tables=True)(t).to_dense()
-        tables = jnp.stack([table, -table])
-        return (
-            jax.vmap(sparse)(tables),
-            jax.vmap(jax.grad(loss))(tables),
-            second(sparse),
-        )
+        of_two = lambda grad: jax.vmap(grad)(jnp.stack([table, -table]))
+        return of_two(sparse), of_two(jax.grad(loss)), second(sparse)
 
     found, want, twice = run(table)
     _close(found, want)
@@ -176,59 +183,24 @@ def test_under_vmap_and_differentiated_again(name, x64):
     _close(twice, second(jax.grad(loss)))
 
 
+@each_form
 @pytest.mark.window
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_reads_rows_only(name, x64):
+def test_reads_rows_only(name, form, x64):
     read, rows = PROGRAMS[name]
-    loss = _loss(read)
-    found = sj.explain(loss)(_table())["table"]
+    make, as_loss = FORMS[form]
+    loss, table = as_loss(read), make()
+    (found,) = sj.explain(loss)(table).leaves
     assert found.rows_read == rows and found.sparse, found.reason
-    assert_no_dense(sj.value_and_grad(loss), _table())
+    # A reshape of the whole stack is free, in a compiled program.
+    allow = ["reshape"] if form == "stack" else []
+    assert_no_dense(sj.value_and_grad(loss), table, allow=allow, heights=[V, K * V])
+    g = jax.eval_shape(sj.grad(loss), table)
+    assert (g.shape, g.capacity, g.height) == (table.shape, rows, K * V)
+    assert g.stack == ((K,) if form == "stack" else ())
 
 
 # -- the parameter is the stack --------------------------------------------------------
-
-
-def _stack():
-    return _table().reshape(K, V, D)
-
-
-def _as_param(read):
-    return lambda stack: jnp.sum(jnp.sin(read(stack)))
-
-
-@pytest.mark.window
-@pytest.mark.parametrize("name", slow_but(PROGRAMS, *QUICK))
-def test_a_stack_as_a_parameter_reads_rows_only(name, x64):
-    read, rows = PROGRAMS[name]
-    found = sj.explain(_as_param(read))(_stack())["stack"]
-    assert found.rows_read == rows and found.sparse, found.reason
-    # A reshape of the whole stack is free, in a compiled program.
-    program = sj.value_and_grad(_as_param(read))
-    assert_no_dense(program, _stack(), allow=["reshape"], heights=[V, K * V])
-    g = jax.eval_shape(sj.grad(_as_param(read)), _stack())
-    assert (g.shape, g.stack, g.height) == ((K, V, D), (K,), K * V)
-    assert g.capacity == rows
-
-
-@pytest.mark.parametrize("names", [QUICK, pytest.param(OTHERS, marks=pytest.mark.slow)])
-def test_a_stack_as_a_parameter_equals_jax_grad(names, x64):
-    losses = [_as_param(PROGRAMS[name][0]) for name in names]
-    _assert_equal(losses, names, _stack())
-
-    @jax.jit
-    def run_on_both(stack):  # under vmap, and differentiated again
-        stacks = jnp.stack([stack, -stack])
-        of = lambda grad: (
-            jax.vmap(grad(losses[0]))(stacks),
-            jax.grad(lambda s: jnp.sum(jnp.sin(grad(losses[0])(s))))(stack),
-        )
-        return of(lambda loss: lambda s: sj.grad(loss)(s).to_dense()), of(jax.grad)
-
-    if names is QUICK:
-        return
-    for pair in zip(*run_on_both(_stack())):
-        _close(*pair)
 
 
 # How a parameter of shape `[9, 40, 4]` is read decides its rows.
@@ -403,7 +375,6 @@ def test_flax_embeddings_under_vmap_and_scan(x64):
         return model.apply(params, EACH)
 
     g, want = jax.jit(lambda p: (sj.grad(loss)(p), jax.grad(loss)(p)))(flat)
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
     for a, b in zip(jax.tree.leaves(g, is_leaf=is_rows), jax.tree.leaves(want)):
         assert is_rows(a) and a.capacity == 9
         np.testing.assert_allclose(a.to_dense(), b, rtol=1e-5, atol=1e-6)
