@@ -477,7 +477,7 @@ def test_step_is_by_rows_and_in_place(name):
     params = {"table": jnp.zeros((height, 8)), "weights": jnp.ones(8)}
     carry = params, jit(tx.init)(params)
     batch = jnp.array([5, 3, 5]), jnp.ones(3)
-    # Of the table, its records, and its moments.
+    # The arrays of the table, of its records, and of its moments.
     leaves, treedef = jax.tree.flatten(carry)
     of_table = [k for k, x in enumerate(leaves) if x.shape[:1] == (height,)]
     assert len(of_table) >= 2

@@ -40,7 +40,7 @@ P = jax.sharding.PartitionSpec
 # Also an assert in `lax.dot_general`.
 REFUSED = (TypeError, ValueError, NotImplementedError, AssertionError)
 
-# What else an error may say. Outside of programs some of JAX's errors do not name the
+# Other words of an error. Outside of programs some of JAX's errors do not name the
 # dtype. The last of these is the compiler's, when only the shape of the words differs.
 REFUSAL = (
     "row_ids|row ids|Cannot call abstract method|not 'PRNGKeyArray'|"

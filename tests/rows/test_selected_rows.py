@@ -134,7 +134,7 @@ def every_operation_dense(a, b, height, array):
 
 
 def check_every_operation(rows, height, row_shape=(3,), seed=0, run=jitted):
-    """Of the rows, and of them in reverse with other values."""
+    """On the rows, and on them in reverse with other values."""
     a, values = make_rows(rows, height, row_shape, seed=seed)
     b, others = make_rows(rows[::-1], height, row_shape, seed=seed + 1)
     array = np.arange(np.prod(a.shape)).reshape(a.shape).astype(np.float32)
