@@ -68,14 +68,6 @@ def compiled():
     return found
 
 
-@pytest.mark.slow
-def test_bytes_on_the_wire(compiled):
-    wire = sj.viz.wire_bytes(compiled[4][1])
-    assert wire.total <= 600_000, wire
-    rows = {c.kind for c in wire.collectives if c.shape != "s32[4]"}
-    assert rows <= {"all-to-all", "all-reduce"}, wire  # no table, no batch gathered
-
-
 def test_in_place(compiled):
     for shards in (2, 4):  # of which a part has more rows than the batch
         table, program = compiled[shards]

@@ -216,30 +216,6 @@ def test_data_parallel_equals_one_device(capacity, kind):
         assert wire["all-gather"] == (N - 1) * capacity * (4 + 4 * D)
 
 
-@pytest.mark.window
-def test_by_hand_in_shard_map():
-    # The step without data_parallel: the gradient of each device's mean loss.
-    tx = optax.adagrad(0.1)
-    lifted, params = sj.optim.lazy(tx), make_params()
-
-    def body(params, state, batch):
-        loss, grads = sj.value_and_grad(loss_fn)(params, batch)
-        grads, loss = sj.parallel.pmean((grads, loss), "x")
-        updates, state = lifted.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    mapped = jax.shard_map(
-        body,
-        mesh=mesh_of(),
-        in_specs=(P(), P(), P("x")),
-        out_specs=P(),
-        check_vma=False,
-    )
-    found = jax.jit(mapped)(params, lifted.init(params), *BATCHES[1])
-    dense = jax.jit(step_of(loss_fn, tx, jax.value_and_grad))
-    assert_trees_close(found, dense(params, tx.init(params), *BATCHES[1]))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_tables_stay_sharded(kind):

@@ -74,6 +74,12 @@ def init(layer):
     return drawn(jax.eval_shape(lambda: layer.init(jax.random.key(0))), seed=7)
 
 
+def held(stack, heights, groups, num_groups=8):
+    """The stack over that many devices, each table on those of its group."""
+    layout = sj.parallel.TableWise(heights, groups, num_groups)
+    return sj.parallel.shard_rows(stack, mesh_of(num_groups), "x", layout=layout)
+
+
 def make_params(layer):
     w = np.linspace(-1.0, 1.0, 6 * D, dtype=np.float32)
     return {"tables": init(layer), "w": jnp.array(w)}
@@ -224,30 +230,24 @@ def test_gradient_at_its_owner_merges_there():
     assert_trees_close(found, [wanted] * 3, rtol=1e-5, atol=1e-6)
 
 
-def test_heights_in_another_order():
+@pytest.mark.parametrize(
+    "heights, groups", [((30, 50, 20), (0, 1, 2)), ((50, 50), (3, 7))]
+)
+def test_heights_in_another_order(heights, groups):
     """A feature whose table is not one of the layout's is read row by row."""
     layer = sj.nn.EmbeddingCollection({"a": (50, 2), "b": (30, 2), "c": (20, 2)})
-    (stack,) = init(layer).values()
-    mesh = mesh_of(8)
-    ids = {name: np.arange(16, dtype=np.int32).reshape(8, 2) for name in "abc"}
-    expected = jax.jit(layer)({"stack_width2_float32": stack}, ids)
-    for heights, groups in (((30, 50, 20), (0, 1, 2)), ((50, 50), (3, 7))):
-        layout = sj.parallel.TableWise(heights, groups, 8)
-        held = sj.parallel.shard_rows(stack, mesh, "x", layout=layout)
-        assert_trees_close(
-            jax.jit(layer)({"stack_width2_float32": held}, ids), expected, rtol=1e-6
-        )
+    ((name, stack),) = init(layer).items()
+    ids = {key: np.arange(16, dtype=np.int32).reshape(8, 2) for key in "abc"}
+    read = jax.jit(lambda stack: layer({name: stack}, ids))
+    assert_trees_close(read(held(stack, heights, groups)), read(stack), rtol=1e-6)
 
 
 def test_means_of_16_bits_do_not_overflow():
     bag = sj.nn.EmbeddingBag(20, 2, combiner="mean", param_dtype=jnp.float16)
     layer = sj.nn.EmbeddingCollection({"a": bag})
-    (name,) = init(layer)
-    stack = np.full((20, 2), 60_000, np.float16)
-    mesh = mesh_of(8)
-    layout = sj.parallel.TableWise((20,), (0,), 8)
-    held = sj.parallel.shard_rows(stack, mesh, "x", layout=layout)
-    found = jax.jit(layer)({name: held}, {"a": np.ones((8, 3), np.int32)})["a"]
+    stack = held(np.full((20, 2), 60_000, np.float16), (20,), (0,))
+    params = dict.fromkeys(init(layer), stack)
+    found = jax.jit(layer)(params, {"a": np.ones((8, 3), np.int32)})["a"]
     assert found.dtype == jnp.float16 and (np.asarray(found) == 60_000).all()
 
 
@@ -389,12 +389,8 @@ def test_plan_chooses_table_wise_for_bags_not_for_single_ids():
 def test_weights_of_padding_do_not_matter():
     """As on one device, even for NaN."""
     layer = sj.nn.EmbeddingCollection({"a": sj.nn.EmbeddingBag(9, 2, padding_id=0)})
-    (name,) = params = init(layer)
-    mesh = mesh_of(1)
-    layout = sj.parallel.TableWise((9,), (0,), 1)
-    table = sj.parallel.shard_rows(params[name], mesh, "x", layout=layout)
+    ((name, stack),) = init(layer).items()
     args = {"a": jnp.array([[0, 5]])}, {"a": jnp.array([[jnp.nan, 2.0]])}
-    expected = 2 * np.asarray(params[name][5:6])
-    read = jax.jit(layer)
-    assert_trees_close(read(params, *args)["a"], expected)
-    assert_trees_close(read({name: table}, *args)["a"], expected)
+    for table in (stack, held(stack, (9,), (0,), 1)):
+        out = jax.jit(layer)({name: table}, *args)["a"]
+        assert_trees_close(out, 2 * np.asarray(stack[5:6]))
