@@ -52,6 +52,7 @@ from sparsejax.optim._lazy.separability import (
 )
 from sparsejax.optim._optimizers.adagrad import (
     adagrad as adagrad,
+    ftrl as ftrl,
     group_adagrad as group_adagrad,
     rowwise_adagrad as rowwise_adagrad,
 )
@@ -60,9 +61,9 @@ from sparsejax.optim._optimizers.adam import (
     row_count_adam as row_count_adam,
     rowwise_adam as rowwise_adam,
 )
-from sparsejax.optim._optimizers.ema import ema as ema, ema_params as ema_params
-from sparsejax.optim._optimizers.ftrl import ftrl as ftrl
-from sparsejax.optim._optimizers.weight_decay import (
+from sparsejax.optim._optimizers.missed_steps import (
+    ema as ema,
+    ema_params as ema_params,
     flush_weight_decay as flush_weight_decay,
     weight_decay as weight_decay,
 )

@@ -22,7 +22,7 @@ from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up
 from sparsejax.optim._exact.exact import ExactState
 from sparsejax.optim._lazy import state_leaves, state_sharding
-from sparsejax.optim._optimizers.weight_decay import WeightDecayState
+from sparsejax.optim._optimizers.missed_steps import WeightDecayState
 from sparsejax.optim._wrappers.accumulate import (
     AccumulateState,
     held_gradients,

@@ -22,7 +22,7 @@ from sparsejax.optim import _trees as trees
 from sparsejax.optim._lazy import separability, state_leaves
 from sparsejax.optim._lazy.lazy import lazy
 from sparsejax.optim._lazy.two_programs import are_equal
-from sparsejax.optim._optimizers.ema import EmaState
+from sparsejax.optim._optimizers.missed_steps import EmaState
 
 
 def is_ema_state(x: Any) -> bool:

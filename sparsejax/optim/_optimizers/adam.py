@@ -239,7 +239,7 @@ def _adam(
     def update(updates, state, params=None):
         rate = base.at(learning_rate, state.count)
 
-        def rule(g, mu, nu, count, w):
+        def rule(g, w, mu, nu, count=state.count):
             count = optax.safe_increment(count)
             gradient = g.astype(nu.dtype)
             square = gradient * gradient
@@ -255,14 +255,8 @@ def _adam(
             step = step.astype(base.result_dtype(g, w))
             return step, new_mu.astype(mu.dtype), new_nu, count
 
-        counts = state.row_count
-        if not by_row_count:  # all steps
-            counts = jax.tree.map(lambda _: state.count, state.nu)
-        states = state.mu, state.nu, counts
-        updates, mu, nu, counts = base.map_leaves(rule, updates, states, params)
-        count = optax.safe_increment(state.count)
-        counts = counts if by_row_count else None
-        return updates, RowwiseAdamState(count, mu, nu, counts)
+        fields = ["mu", "nu", "row_count"] if by_row_count else ["mu", "nu"]
+        return base.map_leaves(rule, updates, state, params, fields)
 
     return base.dense_or_rows(init, update, RowwiseAdamState)
 

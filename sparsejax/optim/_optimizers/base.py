@@ -38,12 +38,19 @@ def dense_or_rows(
     Args:
       init: `params -> state`, with leaves that follow the rows of the parameters.
       update: `(updates, state, params) -> (updates, state)`, row by row.
-      kind: the type of the state, a NamedTuple.
+      kind: the type of the state, a NamedTuple with a `count`, which is added to here.
 
     Returns:
       `optax.GradientTransformationExtraArgs`; extra arguments are ignored.
     """
-    dense = optax.with_extra_args_support(optax.GradientTransformation(init, update))
+
+    @functools.wraps(update)
+    def count_and_update(updates, state, params=None):
+        updates, new = update(updates, state, params)
+        return updates, new._replace(count=optax.safe_increment(state.count))
+
+    dense = optax.GradientTransformation(init, count_and_update)
+    dense = optax.with_extra_args_support(dense)
     lifted = lazy(dense)
 
     @functools.wraps(update)  # errors show the name of the function that made `update`
@@ -66,26 +73,33 @@ def dense_or_rows(
 
 
 def map_leaves(
-    rule: Callable, updates: Any, states: Sequence[Any], params: Any = None
-) -> list[Any]:
-    """Calls `rule(g, *state leaves, w) -> (update, *state leaves)` for each leaf.
+    rule: Callable, updates: Any, state: Any, params: Any, fields: Sequence[str]
+) -> tuple[Any, Any]:
+    """Calls `rule(g, w, *fields of the leaf) -> (update, *new fields)` for each leaf.
 
-    Where the gradient is None or `optax.MaskedNode`, it and the state stay unchanged.
-    `w` is None without parameters.
+    Where the gradient or the state is None or `optax.MaskedNode`, both stay unchanged.
+
+    Args:
+      rule: called with arrays, and with w None without parameters.
+      updates: the gradients.
+      state: a NamedTuple.
+      params: the parameters, or None.
+      fields: names of the fields of the state that are trees like the parameters.
 
     Returns:
-      The tree of updates and the trees of state.
+      The updates, and the state with its new fields.
     """
     leaves, treedef = jax.tree.flatten(updates, is_leaf=trees.is_none_or_masked)
-    columns = [treedef.flatten_up_to(state) for state in states]
+    columns = [treedef.flatten_up_to(getattr(state, field)) for field in fields]
     none = [None] * len(leaves)
     weights = none if params is None else treedef.flatten_up_to(params)
-    results = []
-    for g, w, *state in zip(leaves, weights, *columns):
-        missing = trees.is_none_or_masked(g)
-        results.append((g, *state) if missing else rule(jnp.asarray(g), *state, w))
-    count = 1 + len(states)
-    return [treedef.unflatten([r[k] for r in results]) for k in range(count)]
+    for i, (g, w, *row) in enumerate(zip(leaves, weights, *columns)):
+        if not any(map(trees.is_none_or_masked, (g, *row))):
+            leaves[i], *row = rule(jnp.asarray(g), w, *row)
+            for column, new in zip(columns, row):
+                column[i] = new
+    new = dict(zip(fields, map(treedef.unflatten, columns)))
+    return treedef.unflatten(leaves), state._replace(**new)
 
 
 def widest_dtype(params: Any) -> Any:
@@ -195,65 +209,3 @@ def add_as_two(total: jax.Array, x: jax.Array) -> jax.Array:
     low = low + ((high - (rounded - back)) + (x - back))
     new = rounded + low
     return jnp.stack([new, low - (new - rounded)])
-
-
-# ------------------------------------------------------------------ missed steps
-
-
-def catch_up(
-    maker: str,
-    kind: type,
-    fields: Sequence[str],
-    rule: Callable,
-    params: Any,
-    state: Any,
-) -> tuple[Any, Any]:
-    """Gives rows what they missed, at each state of a kind anywhere in `state`.
-
-    Args:
-      maker: the function of `sparsejax.optim` that makes the states.
-      kind: the type of the states.
-      fields: of a state, which are trees like the parameters.
-      rule: `(leaf number, state, w, *fields of the leaf) -> (w, *fields)`.
-      params: all parameters that the optimizer trains.
-      state: its whole state.
-
-    Returns:
-      The new parameters and state.
-    """
-    given = params, state
-    params, state = map(trees.without_variables, given)
-    is_ours = lambda x: isinstance(x, kind)
-    nodes, state_treedef = jax.tree.flatten(state, is_leaf=is_ours)
-    if not any(map(is_ours, nodes)):
-        raise ValueError(
-            f"state must contain the state of sparsejax.optim.{maker}. Pass "
-            f"the whole state of an optimizer that has {maker} in its chain."
-        )
-    weights, treedef = jax.tree.flatten(params, is_leaf=trees.is_none_or_masked)
-    for k, node in enumerate(nodes):
-        if not is_ours(node):
-            continue
-        columns = [getattr(node, field) for field in fields]
-        _check_same_tree(params, columns[0])
-        columns = [treedef.flatten_up_to(column) for column in columns]
-        for i, row in enumerate(zip(*columns)):
-            if not trees.is_none_or_masked(row[0]):
-                weights[i], *row = rule(i, node, jnp.asarray(weights[i]), *row)
-                for column, new in zip(columns, row):
-                    column[i] = new
-        new = dict(zip(fields, map(treedef.unflatten, columns)))
-        nodes[k] = node._replace(**new)
-    new = treedef.unflatten(weights), state_treedef.unflatten(nodes)
-    return trees.in_structure_of(given, new)
-
-
-def _check_same_tree(params: Any, tree: Any) -> None:
-    """Raises a ValueError unless `params` have the structure of `tree`."""
-    structures = (jax.tree.structure(x, is_leaf=trees.is_leaf) for x in (params, tree))
-    if len(set(structures)) > 1:
-        raise ValueError(
-            "params must be all parameters that the optimizer trains, "
-            f"{_arguments.show_tree(tree)}, got {_arguments.show_tree(params)}. "
-            "With flax.nnx pass nnx.state(model, nnx.Param)."
-        )
