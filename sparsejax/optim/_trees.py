@@ -1,7 +1,8 @@
 """Trees of gradients and parameters: their leaves, paths and shapes.
 
-A SelectedRows is one leaf. `None` and `optax.MaskedNode`, which JAX and optax use for a
-leaf without a gradient, are leaves, too, so the leaves of two trees match by index.
+A SelectedRows is one leaf, and so is a QuantizedTable. `None` and `optax.MaskedNode`,
+which JAX and optax use for a leaf without a gradient, are leaves, too, so the leaves of
+two trees match by index.
 """
 
 import functools
@@ -12,7 +13,7 @@ import jax
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import RowTable, is_selected_rows
+from sparsejax._rows import RowTable, is_quantized, is_selected_rows
 
 
 def is_none_or_masked(x: Any) -> bool:
@@ -20,7 +21,7 @@ def is_none_or_masked(x: Any) -> bool:
 
 
 def is_leaf(x: Any) -> bool:
-    return is_selected_rows(x) or is_none_or_masked(x)
+    return is_selected_rows(x) or is_quantized(x) or is_none_or_masked(x)
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:

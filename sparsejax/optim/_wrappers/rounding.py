@@ -24,7 +24,6 @@ a QuantizedTable of two SelectedRows, of codes and of scales. Codes are added mo
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, NamedTuple
 
@@ -34,7 +33,6 @@ import optax
 
 from sparsejax import _arguments
 from sparsejax._arguments import KeyLike
-from sparsejax._lookup.read_rows import read_rows
 from sparsejax._rows import (
     QuantizedTable,
     SelectedRows,
@@ -128,7 +126,7 @@ def rounding(
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
-        leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
+        leaves, treedef = trees.flatten(params)
         wide_init = lambda wide: tx.init(treedef.unflatten(map(_widen, wide)))
         if any(map(is_quantized, leaves)):
             wide_init = jax.jit(wide_init)  # which needs no floats for state of zeros
@@ -143,45 +141,35 @@ def rounding(
 
     def update(updates, state, params=None, **extra_args):
         checks.require_params(params, "it rounds the new weights")
-        grads, treedef = trees.flatten(updates)
-        weights = trees.flatten_params(updates, params)
-        assert weights is not None
         checks.check_state(state, RoundingState)
+        grads, treedef = trees.flatten(updates)
+        weights: Any = trees.flatten_params(updates, params)
         narrow = [i for i, w in enumerate(weights) if _is_narrow(w)]
-        copies = list(weights)
         masters = treedef.flatten_up_to(state.master) if master else []
+        wide = list(weights)
         for i in narrow:
-            grad, is_codes = grads[i], is_quantized(weights[i])
-            is_rows = is_selected_rows(grad)
-            if is_codes and not is_rows and grad is not None:
-                raise TypeError(
-                    f"{trees.leaf_paths(updates, 'grads')[i]} must be a SelectedRows, "
-                    "since its parameter is a QuantizedTable, got "
-                    f"{_arguments.kind_of(grad)}. Differentiate the rows that are "
-                    "read: table.pull(ids) in the table's place."
-                )
-            grads[i] = _widen(grad)
+            is_rows, is_codes = is_selected_rows(grads[i]), is_quantized(weights[i])
+            if is_codes and not is_rows and grads[i] is not None:
+                raise _dense_gradient(trees.leaf_paths(updates, "grads")[i], grads[i])
             if master:
-                copies[i] = masters[i]
-            elif not (is_rows or is_codes):  # a wide copy of a table has its full size
-                copies[i] = _widen(copies[i])
+                wide[i] = masters[i]
+            elif is_codes:
+                wide[i] = weights[i].astype(jnp.float32)
+            elif not is_rows:  # a wide copy of a table has its full size
+                wide[i] = _widen(weights[i])
+            grads[i] = _widen(grads[i])
         updates, inner_state = inner.update(
             treedef.unflatten(grads),
             state.inner_state,
-            treedef.unflatten(copies),
+            treedef.unflatten(wide),
             **extra_args,
         )
-        updates = treedef.flatten_up_to(updates)
-        masters = [None] * len(weights)
+        updates, masters = treedef.flatten_up_to(updates), [None] * len(weights)
         for i in narrow:
-            w, masters[i] = weights[i], copies[i]
-            if not trees.is_none_or_masked(updates[i]):
-                leaf_key = None
-                if key is not None:
-                    leaf_key = jax.random.fold_in(key, state.step)
-                    leaf_key = jax.random.fold_in(leaf_key, i)
-                apply = _apply_to_quantized if is_quantized(w) else _apply
-                updates[i], masters[i] = apply(w, copies[i], updates[i], leaf_key)
+            leaf_key = key
+            if key is not None:
+                leaf_key = jax.random.fold_in(jax.random.fold_in(key, state.step), i)
+            updates[i], masters[i] = _apply(weights[i], wide[i], updates[i], leaf_key)
         masters = treedef.unflatten(masters) if master else ()
         state = RoundingState(state.step + 1, inner_state, masters)
         return treedef.unflatten(updates), state
@@ -189,45 +177,48 @@ def rounding(
     return trees.transformation(init, update)
 
 
-def _apply(weights: Any, copy: Any, update: Any, key: Any) -> tuple[Any, Any]:
-    """Returns the update that takes `weights` to the rounded sum, and the new copy."""
-    weights, copy = jnp.asarray(weights), jnp.asarray(copy)
+def _apply(table: Any, wide: Any, update: Any, key: Any) -> tuple[Any, Any]:
+    """Returns the update that rounds the new weights, and the new master.
+
+    Args:
+      table: the weights.
+      wide: the same weights for `tx`: a master, or the table as it is read.
+      update: of `tx`.
+      key: for the rounding, or None.
+    """
+    if trees.is_none_or_masked(update):
+        return update, wide
     if not isinstance(update, SelectedRows):
-        new = copy.astype(jnp.float32) + update.astype(jnp.float32)
-        rounded = _round(new, weights.dtype, key)
-        return rounded.astype(new.dtype) - weights.astype(new.dtype), new
+        table, wide = jnp.asarray(table), jnp.asarray(wide)
+        new = wide.astype(jnp.float32) + update.astype(jnp.float32)
+        rounded = _round(new, table.dtype, key)
+        return rounded.astype(new.dtype) - table.astype(new.dtype), new
     # Merged, because each row must be rounded once, and the updates of some
     # transformations have duplicates.
     update = update.astype(jnp.float32).coalesce()
+    flat = flat_rows(update, wide)
     zeros = jnp.zeros_like(update.values)
-    table, master = flat_rows(update, weights), flat_rows(update, copy)
-    gather = functools.partial(gather_scatter.gather_rows, update)
-    new = gather(master, zeros).astype(jnp.float32) + update.values
-    rounded = _round(new, weights.dtype, key).astype(jnp.float32)
-    change = rounded - gather(table, zeros).astype(jnp.float32)
+    old = gather_scatter.gather_rows(update, flat, zeros)
+    new = old.astype(jnp.float32) + update.values
+    if not _is_narrow(wide):
+        wide = stacked_rows(update, gather_scatter.scatter_rows(update, flat, new))
+    if is_quantized(table):
+        return _rounded_codes(table, update, new, key), wide
+    old = gather_scatter.gather_rows(update, flat_rows(update, table), zeros)
+    change = _round(new, table.dtype, key).astype(jnp.float32) - old.astype(jnp.float32)
     change = indexing.zero_unless(update.filled(), change)
-    if copy.dtype == jnp.float32:
-        copy = gather_scatter.scatter_rows(update, master, new)
-        copy = stacked_rows(update, copy)
-    return update.map(lambda _: change), copy
+    return update.map(lambda _: change), wide
 
 
-def _apply_to_quantized(
-    table: QuantizedTable, copy: Any, update: SelectedRows, key: Any
-) -> tuple[Any, Any]:
-    """Applies to a QuantizedTable: updates of the codes, and of the scales."""
-    update = update.astype(jnp.float32).coalesce()
+def _rounded_codes(
+    table: QuantizedTable, update: SelectedRows, new: jax.Array, key: Any
+) -> QuantizedTable:
+    """Returns the update of codes and scales that gives rows new weights."""
     rows, height = update.rows, update.height
     (codes, pairs), treedef = jax.tree.flatten(table)
     if not height:  # JAX cannot gather from an empty axis
         zeros = map(jnp.zeros_like, (codes, row_ids.words_of_leaf(pairs)))
-        none = (SelectedRows(rows[:0], x, 0) for x in zeros)
-        return treedef.unflatten(none), copy
-    is_master = not is_quantized(copy)
-    old = read_rows(copy, rows) if is_master else copy.astype(jnp.float32).get(rows)
-    new = old + update.values
-    if is_master:
-        copy = indexing.set_rows(copy, rows, new)
+        return treedef.unflatten(SelectedRows(rows[:0], x, 0) for x in zeros)
     old = quantized.read_codes(table, rows), quantized.read_pairs(table, rows)
     new = new.reshape(len(rows), math.prod(table.row_shape))
     new = quantized.requantize(new, old[1], key, table.bits)
@@ -240,7 +231,15 @@ def _apply_to_quantized(
 
     of_codes = change(codes, old[0], new[0], codes)
     pairs = row_ids.words_of_leaf(pairs), as_words(old[1]), as_words(new[1]), pairs
-    return treedef.unflatten([of_codes, change(*pairs, seal)]), copy
+    return treedef.unflatten([of_codes, change(*pairs, seal)])
+
+
+def _dense_gradient(where: str, grad: Any) -> TypeError:
+    return TypeError(
+        f"{where} must be a SelectedRows, since its parameter is a QuantizedTable, got "
+        f"{_arguments.kind_of(grad)}. Differentiate the rows that are read: "
+        "table.pull(ids) in the table's place."
+    )
 
 
 def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
@@ -266,10 +265,6 @@ def _round(x: jax.Array, dtype: Any, key: Any) -> jax.Array:
     excess = jnp.abs(x) - jnp.abs(below.astype(x.dtype))
     up = jax.random.uniform(key, x.shape, x.dtype) * gap < excess
     return jnp.where(jnp.isfinite(x), jnp.where(up, above, below), nearest)
-
-
-def _is_leaf(x: Any) -> bool:
-    return trees.is_leaf(x) or is_quantized(x)
 
 
 def _is_narrow(x: Any) -> bool:

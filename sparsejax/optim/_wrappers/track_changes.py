@@ -98,7 +98,7 @@ def track_changes(
         wanted = _wanted(params, tables)
 
         def marks(params):
-            leaves, treedef = jax.tree.flatten(params, is_leaf=_is_leaf)
+            leaves, treedef = trees.flatten(params)
             zeros = lambda x: jnp.zeros(x.shape[:1], bool)
             flags = (zeros(x) if w else None for x, w in zip(leaves, wanted))
             return treedef.unflatten(flags)
@@ -110,7 +110,7 @@ def track_changes(
         updates, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        leaves, treedef = jax.tree.flatten(updates, is_leaf=_is_leaf)
+        leaves, treedef = trees.flatten(updates)
         flags = treedef.flatten_up_to(state.changed)
         for i, (update, flag) in enumerate(zip(leaves, flags)):
             if flag is not None:
@@ -175,7 +175,7 @@ def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
             "the number of ids depends on values, so it cannot be traced by "
             "jit, vmap, grad or scan. Call it between steps."
         )
-    is_leaf = lambda x: _is_leaf(x) or state_sharding.is_sharded_table(x)
+    is_leaf = lambda x: trees.is_leaf(x) or state_sharding.is_sharded_table(x)
     treedef = jax.tree.structure(params, is_leaf=is_leaf)
     flags = treedef.flatten_up_to(ours.changed)
     ids = [_ids(flag) for flag in flags]
@@ -188,17 +188,13 @@ def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
 # ------------------------------------------------------------------ private
 
 
-def _is_leaf(x: Any) -> bool:
-    return trees.is_leaf(x) or is_quantized(x)
-
-
 def _wanted(params: Any, tables: Any) -> list[bool]:
     """Returns, for each leaf, True if it is tracked."""
-    leaves = jax.tree.leaves(params, is_leaf=_is_leaf)
+    leaves, _ = trees.flatten(params)
     if tables is None:
         is_table = lambda x: is_quantized(x) or _arguments.is_float_array(x, 2)
         return [is_table(leaf) for leaf in leaves]
-    flags = _arguments.flag_leaves("tables", tables, params, _is_leaf)
+    flags = _arguments.flag_leaves("tables", tables, params, trees.is_leaf)
     return [bool(flag) and np.ndim(leaf) > 0 for leaf, flag in zip(leaves, flags)]
 
 
