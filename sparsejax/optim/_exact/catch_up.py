@@ -9,7 +9,7 @@ like a row of the table. A step takes two of them, since float32 has only 24 bit
 
 XLA updates a donated array in place if it sees that every read of the old values comes
 before the write. Otherwise it copies the whole array. A data dependence shows it the
-order. So whatever `current_rows` and `record_update` hand on to be written depends on
+order. So whatever `current_rows` and `records_after` hand on to be written depends on
 what was read before, even where that changes no value.
 """
 
@@ -52,26 +52,22 @@ class _Records(NamedTuple):
 
 
 class CurrentRows(NamedTuple):
-    """The arguments of `tx` for the rows of a gradient.
+    """The rows of a gradient at the present step.
 
     Args:
-      moments: of these rows, at the present step.
+      rows: the gradient; None if it is an array, with all rows.
+      moments: of these rows.
       correction: to be added to weights of rows that were not caught up; zero for
         the others. None if a zero-gradient step does not move weights.
       num_stale: how many rows were not caught up.
-      weights_steps: the steps that the weights are of.
+      weights_steps: the steps that the weights of `rows` are of.
     """
 
+    rows: SelectedRows | None
     moments: list[jax.Array]
     correction: jax.Array | None
     num_stale: Any
-    weights_steps: jax.Array
-
-
-def records_at(step: jax.Array, height: int, now: jax.Array) -> jax.Array:
-    """Returns records of rows that are up to date at `step`, where F is `now`."""
-    steps = jnp.broadcast_to(step, (height,))
-    return _pack(steps, steps, now)
+    weights_steps: jax.Array | None
 
 
 # ------------------------------------------------------------------ some rows
@@ -98,13 +94,13 @@ def catch_up(table: Table, ids: jax.Array, step: jax.Array) -> Table:
 
 
 def current_rows(
-    table: Table, moments: Sequence[jax.Array], rows: SelectedRows, step: jax.Array
+    table: Table, rows: SelectedRows, moments: Sequence[jax.Array], step: jax.Array
 ) -> CurrentRows:
     """Returns the rows of a gradient at `step`, from their moments as stored."""
     records = _unpack(read_rows(table.records, rows.rows))
     if not table.recurrence.num_coefficients:
         decayed = _decay(table.recurrence, moments, step - records.moments_step)
-        return CurrentRows(decayed, None, np.int32(0), records.moments_step)
+        return CurrentRows(rows, decayed, None, np.int32(0), records.moments_step)
     stale = rows.filled() & (records.weights_step < step)
     wide = indexing.accumulator_dtype(table.weights.dtype)
 
@@ -133,32 +129,10 @@ def current_rows(
     ]
     decayed = _decay(table.recurrence, moments, missed)
     num_stale = jnp.sum(stale, dtype=jnp.int32)
-    return CurrentRows(decayed, correction, num_stale, records.weights_step)
-
-
-def record_update(
-    table: Table,
-    rows: SelectedRows,
-    weights_steps: jax.Array,
-    now: jax.Array,
-    step: jax.Array,
-) -> Table:
-    """Records that `rows`, so far of `weights_steps`, are of `step`, where F is `now`.
-
-    The maximum is `step`. It makes what is written depend on what was read.
-    """
-    steps = jnp.maximum(weights_steps, step)
-    records = scatter_rows(rows, table.records, _pack(steps, steps, now))
-    return table._replace(records=records, now=now)
+    return CurrentRows(rows, decayed, correction, num_stale, records.weights_step)
 
 
 # ------------------------------------------------------------------ all rows
-
-
-def record_update_of_all(table: Table, now: jax.Array, step: jax.Array) -> Table:
-    """Applies `record_update` to every row."""
-    records = records_at(step, table.records.shape[0], now)
-    return table._replace(records=records, now=now)
 
 
 def catch_up_all(table: Table, step: jax.Array) -> Table:
@@ -184,6 +158,35 @@ def catch_up_all(table: Table, step: jax.Array) -> Table:
         table.records,
     )
     return table._replace(weights=weights, moments=moments, records=records)
+
+
+def current_table(table: Table, step: jax.Array) -> CurrentRows:
+    """Returns all rows at `step`, for a dense gradient, which updates all."""
+    new = catch_up_all(table, step)
+    correction = new.weights - table.weights
+    return CurrentRows(None, new.moments, correction, np.int32(0), None)
+
+
+# ------------------------------------------------------------------ records
+
+
+def records_at(step: jax.Array, height: int, now: jax.Array) -> jax.Array:
+    """Returns records of rows that are up to date at `step`, where F is `now`."""
+    steps = jnp.broadcast_to(step, (height,))
+    return _pack(steps, steps, now)
+
+
+def records_after(
+    table: Table, updated: CurrentRows | None, step: jax.Array, now: jax.Array
+) -> jax.Array:
+    """Returns the records after `step`, where F is `now`, of the rows `updated`."""
+    if updated is None:
+        return table.records
+    if updated.rows is None:
+        return records_at(step, table.records.shape[0], now)
+    # The maximum is `step`. It makes what is written depend on what was read.
+    steps = jnp.maximum(updated.weights_steps, step)
+    return scatter_rows(updated.rows, table.records, _pack(steps, steps, now))
 
 
 # ------------------------------------------------------------------ helpers

@@ -30,7 +30,7 @@ from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax.optim import _checks as checks, _trees as trees
 from sparsejax.optim._exact import catch_up as _catch_up
-from sparsejax.optim._exact.catch_up import Table
+from sparsejax.optim._exact.catch_up import CurrentRows, Table
 from sparsejax.optim._exact.plan import Plan, not_exact, planner
 from sparsejax.optim._lazy import gather_scatter, separability, state_sharding
 from sparsejax.optim._lazy.lazy import Step
@@ -124,7 +124,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
       (Array([1.], dtype=float32), Array([1.75], dtype=float32))
     """
     checks.check_transformation(tx, "optax.adam(1e-3)")
-    plan_of = planner(tx, tables)
+    plan_of, inner_tx = planner(tx, tables), optax.with_extra_args_support(tx)
 
     def init(params):
         state_sharding.check_not_sharded(params)
@@ -163,77 +163,36 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     def update(updates, state, params=None, **extra_args):
         checks.require_params(params, "it moves weights without a gradient")
         state_sharding.check_not_sharded(updates)
-        args = Step.of(updates, state, params)
-        for i, (stack, _) in args.stacks.items():
-            raise ValueError(
-                f"{args.path(i)} has rows of a stack of tables, of shape "
-                f"{stack.shape}, which exact does not catch up. Keep the parameter as "
-                "one table [K * V, ...], reshaped in the loss, or take its gradient as "
-                "an array: exact_value_and_grad does."
-            )
-        weights, treedef, plan = plan_of(args.treedef.unflatten(args.weights))
-        tables, step = _tables(plan, weights, state), state.step
-        merged = {i: _merged(args, i, tables, plan) for i in args.tables}
+        step = Step.of(updates, state, params)
+        plan = plan_of(step.treedef.unflatten(step.weights))[-1]
+        tables = _tables(plan, step.weights, state)
+        _check_gradients(step, tables, plan)
+        merged = {i: gather_scatter.merge_duplicates(step.grads[i]) for i in step.tables}
         num_rows = tuple(rows.capacity for rows in merged.values())
-        reason = separability.difference_of_rows(tx, *args.key, num_rows)
+        reason = separability.difference_of_rows(tx, *step.key, num_rows)
         if reason is not None:
             raise not_exact("this optimizer", reason)
 
-        # A dense gradient updates all rows of its table, so all are caught up.
-        corrections: dict[int, Any] = {}
-        for i, table in tables.items():
-            if i not in merged and not trees.is_none_or_masked(args.grads[i]):
-                tables[i] = _catch_up.catch_up_all(table, step)
-                corrections[i] = tables[i].weights - table.weights
-        dense = tuple(corrections)
-        params, state = _with_tables(treedef, weights, state, tables)
-        weights = treedef.flatten_up_to(params)
-
-        # The other tables have only the rows of the gradient.
         owners = [owner if owner in merged else None for owner in plan.owners]
-        args = args._replace(weights=weights, state=state.inner, owners=owners)
-        grads, inner, weights = gather_scatter.gather(tx, args, merged)
-        inner, inner_treedef = jax.tree.flatten(inner)
-        weights, caught_up = treedef.flatten_up_to(weights), {}
+        step = step._replace(state=state.inner, owners=owners)
+        grads, *stored = gather_scatter.gather(tx, step, merged)
+        *caught_up, current = _catch_up_gathered(step, tables, merged, state.step, *stored)
+        updates, inner = inner_tx.update(grads, *caught_up, **extra_args)
+        updates = step.treedef.flatten_up_to(updates)
+        for i, rows in current.items():
+            updates[i] = _add(updates[i], rows.correction)
         for i, rows in merged.items():
-            leaves = tables[i].recurrence.leaves
-            stored = [inner[k] for k in leaves]
-            current = _catch_up.current_rows(tables[i], stored, rows, step)
-            caught_up[i] = current
-            for k, moment in zip(leaves, current.moments):
-                inner[k] = moment
-            if current.correction is not None:
-                corrections[i] = current.correction
-                weights[i] = _add(weights[i], current.correction)
-        inner, weights = inner_treedef.unflatten(inner), treedef.unflatten(weights)
+            updates[i] = gather_scatter.as_update(rows, updates[i], step.grads[i])
+        inner = gather_scatter.scatter_state(step, inner, merged)
 
-        inner_tx = optax.with_extra_args_support(tx)
-        updates, new = inner_tx.update(grads, inner, weights, **extra_args)
-        updates = treedef.flatten_up_to(updates)
-        for i, correction in corrections.items():
-            updates[i] = _add(updates[i], correction)
-        for i, rows in merged.items():
-            updates[i] = gather_scatter.as_update(rows, updates[i], args.grads[i])
-        new = gather_scatter.scatter_state(args, new, merged)
-
-        for (i, table), now in zip(tables.items(), plan.displacement(new, state.now)):
-            if i in merged:
-                tables[i] = _catch_up.record_update(
-                    table, merged[i], caught_up[i].weights_steps, now, step + 1
-                )
-            elif i in dense:
-                tables[i] = _catch_up.record_update_of_all(table, now, step + 1)
-            else:
-                tables[i] = table._replace(now=now)
-        state = ExactState(
-            new,
-            step + 1,
-            sum((x.num_stale for x in caught_up.values()), state.stale),
-            tuple(table.records for table in tables.values()),
-            tuple(table.now for table in tables.values()),
-            _not_caught_up(),
+        now = tuple(plan.displacement(inner, state.now))
+        records = tuple(
+            _catch_up.records_after(table, current.get(i), state.step + 1, then)
+            for (i, table), then in zip(tables.items(), now)
         )
-        return treedef.unflatten(updates), state
+        stale = sum((rows.num_stale for rows in current.values()), state.stale)
+        state = ExactState(inner, state.step + 1, stale, records, now, _not_caught_up())
+        return step.treedef.unflatten(updates), state
 
     def flush(params, state):
         given = params, state
@@ -244,28 +203,77 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         fresh = plan.displacement(state.inner, None)
         for (i, table), now in zip(tables.items(), fresh):
             table = _catch_up.catch_up_all(table, state.step)
-            tables[i] = _catch_up.record_update_of_all(table, now, state.step)
+            records = _catch_up.records_at(state.step, leaves[i].shape[0], now)
+            tables[i] = table._replace(records=records, now=now)
         new = _with_tables(treedef, leaves, state, tables)
         return trees.in_structure_of(given, new)
 
     return Exact(init, update, catch_up, flush)
 
 
-def _merged(args: Step, i: int, tables: dict[int, Table], plan: Plan) -> SelectedRows:
-    """Returns the gradient of a table without duplicates; raises if it is refused."""
-    where, grad = args.path(i), args.grads[i]
-    if i not in tables:
-        raise plan.refusal(i, where)
-    moves = tables[i].recurrence.num_coefficients > 0
-    if moves and not getattr(args.state.caught_up, "weak_type", False):
-        raise ValueError(
-            f"{where} is a SelectedRows, but tx.catch_up was not called since the last "
-            "update, so the gradient may be of old weights. Use (loss, grads), params, "
-            "state = sparsejax.optim.exact_value_and_grad(loss_fn, tx)(params, state, "
-            "batch) instead of sparsejax.value_and_grad, or call params, state = "
-            "tx.catch_up(params, state, ids) before it."
-        )
-    return gather_scatter.merge_duplicates(grad)
+# ------------------------------------------------------------------ the gradients
+
+
+def _check_gradients(step: Step, tables: dict[int, Table], plan: Plan) -> None:
+    """Raises a ValueError for a SelectedRows that `update` refuses."""
+    for i in step.tables:
+        where = step.path(i)
+        if i in step.stacks:
+            raise ValueError(
+                f"{where} has rows of a stack of tables, of shape "
+                f"{step.stacks[i][0].shape}, which exact does not catch up. Keep the "
+                "parameter as one table [K * V, ...], reshaped in the loss, or take "
+                "its gradient as an array: exact_value_and_grad does."
+            )
+        if i not in tables:
+            raise plan.refusal(i, where)
+        moves = tables[i].recurrence.num_coefficients > 0
+        if moves and not getattr(step.state.caught_up, "weak_type", False):
+            raise ValueError(
+                f"{where} is a SelectedRows, but tx.catch_up was not called since the "
+                "last update, so the gradient may be of old weights. Use (loss, grads)"
+                ", params, state = sparsejax.optim.exact_value_and_grad(loss_fn, tx)("
+                "params, state, batch) instead of sparsejax.value_and_grad, or call "
+                "params, state = tx.catch_up(params, state, ids) before it."
+            )
+
+
+def _catch_up_gathered(
+    step: Step,
+    tables: dict[int, Table],
+    merged: dict[int, SelectedRows],
+    now: jax.Array,
+    inner: Any,
+    params: Any,
+) -> tuple[Any, Any, dict[int, CurrentRows]]:
+    """Brings the rows that get a gradient to the present step.
+
+    Args:
+      step: the arguments of the update.
+      tables: as they are stored.
+      merged: by table, a gradient that is a SelectedRows, without duplicates.
+      now: the present step.
+      inner: the state of the optimizer, with the rows of these gradients.
+      params: the parameters, likewise.
+
+    Returns:
+      State and parameters at the present step, and the rows by table.
+    """
+    inner, inner_treedef = jax.tree.flatten(inner)
+    weights, current = step.treedef.flatten_up_to(params), {}
+    for i, table in tables.items():
+        if trees.is_none_or_masked(step.grads[i]):
+            continue
+        leaves = table.recurrence.leaves
+        if i in merged:
+            moments = [inner[k] for k in leaves]
+            rows = _catch_up.current_rows(table, merged[i], moments, now)
+        else:
+            rows = _catch_up.current_table(table, now)
+        for k, moment in zip(leaves, rows.moments):
+            inner[k] = moment
+        weights[i], current[i] = _add(weights[i], rows.correction), rows
+    return inner_treedef.unflatten(inner), step.treedef.unflatten(weights), current
 
 
 # ------------------------------------------------------------------ the state
@@ -314,6 +322,8 @@ def _not_caught_up() -> jax.Array:
     return jnp.zeros((), jnp.asarray(0).dtype)  # with a dtype, so its type is strong
 
 
-def _add(x: jax.Array, correction: jax.Array) -> jax.Array:
+def _add(x: jax.Array, correction: jax.Array | None) -> jax.Array:
     """Adds in the wider dtype; the result has the dtype of `x`."""
+    if correction is None:
+        return x
     return (x.astype(correction.dtype) + correction).astype(x.dtype)
