@@ -44,7 +44,6 @@ from sparsejax.optim._exact.exact import exact as exact
 from sparsejax.optim._exact.exact_value_and_grad import (
     exact_value_and_grad as exact_value_and_grad,
 )
-from sparsejax.optim._global_norm import global_norm as global_norm
 from sparsejax.optim._lazy.lazy import lazy as lazy
 from sparsejax.optim._lazy.separability import (
     is_lazy_exact as is_lazy_exact,
@@ -68,6 +67,7 @@ from sparsejax.optim._optimizers.missed_steps import (
     weight_decay as weight_decay,
 )
 from sparsejax.optim._reset_rows import reset_rows as reset_rows
+from sparsejax.optim._trees import global_norm as global_norm
 from sparsejax.optim._wrappers.accumulate import accumulate as accumulate
 from sparsejax.optim._wrappers.loss_scale import (
     dynamic_loss_scale as dynamic_loss_scale,

@@ -8,14 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._arguments import Initializer, KeyLike, PyTree
 from sparsejax._rows import (
     indexing,
     is_selected_rows,
-    merge,
     with_slots,
 )
 from sparsejax.optim import _checks as checks, _trees as trees
@@ -25,6 +23,7 @@ from sparsejax.optim._lazy import state_leaves, state_sharding
 from sparsejax.optim._optimizers.missed_steps import WeightDecayState
 from sparsejax.optim._wrappers.accumulate import (
     AccumulateState,
+    find_slots,
     held_gradients,
     with_held_gradients,
 )
@@ -219,12 +218,10 @@ def _at_this_step(new: Any, state: Any) -> Any:
 
 
 def _zeroed(held: Any, ids: jax.Array) -> Any:
-    """Sets these rows to zero. They keep their slots: filled ones come first."""
+    """Sets these rows of a buffer to zero; they keep their slots."""
     if not is_selected_rows(held):
         return _write(held, ids, jnp.zeros((ids.size, *held.shape[1:])))
-    places = lax.iota(jnp.int32, held.capacity)
-    ordered, places = lax.sort((held.rows, places), num_keys=1)
-    slot, has_slot = merge.find_slots(ordered, ids, held.height)
-    slot = jnp.where(has_slot, places[slot], np.int32(held.capacity))
+    slot, has_slot = find_slots(held, ids)
+    slot = jnp.where(has_slot, slot, np.int32(held.capacity))
     zeros = jnp.zeros((ids.size, *held.values.shape[1:]), held.dtype)
     return with_slots(held, held.rows, indexing.set_rows(held.values, slot, zeros))

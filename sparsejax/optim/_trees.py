@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from sparsejax import _arguments
-from sparsejax._rows import RowTable, is_quantized, is_selected_rows
+from sparsejax._arguments import PyTree
+from sparsejax._rows import RowTable, indexing, is_quantized, is_selected_rows
 
 
 def is_none_or_masked(x: Any) -> bool:
@@ -167,6 +169,44 @@ def plain(spec: Any) -> Any:
     if isinstance(spec, StackSpec):
         return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
     return spec
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """Returns the Euclidean norm over all leaves of a tree, including SelectedRows.
+
+    `sqrt(sum over leaves of sum |x|^2)`, where a SelectedRows counts as the dense array
+    that it represents: duplicates are summed before squaring, and empty slots are zero.
+    `optax.tree.norm` of such a tree would also square the row ids.
+
+    Args:
+      tree: any tree of arrays, SelectedRows, `None` and `optax.MaskedNode`.
+
+    Returns:
+      A scalar, equal to `optax.tree.norm` of the tree with each SelectedRows as
+      `.to_dense()`, but of float32 for narrower leaves, whose squares would overflow; 0
+      for a tree without leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, sparsejax as sj
+      >>> from sparsejax.optim import global_norm
+      >>> rows = sj.SelectedRows(jnp.array([1, 1]), jnp.array([[1.0], [2.0]]), 1000)
+      >>> global_norm({"table": rows, "bias": jnp.array([4.0])})
+      Array(5., dtype=float32)
+
+    References:
+      `optax.tree.norm`; for clipping: Pascanu et al., 2013, "On the difficulty of
+      training recurrent neural networks".
+    """
+
+    def array(leaf):
+        leaf = leaf if is_selected_rows(leaf) else jnp.asarray(leaf)
+        leaf = leaf.astype(indexing.accumulator_dtype(leaf.dtype))
+        # The values of empty slots are zeros.
+        return leaf.coalesce().values if is_selected_rows(leaf) else leaf
+
+    leaves = jax.tree.leaves(tree, is_leaf=is_selected_rows)
+    with jax.numpy_dtype_promotion("standard"):  # leaves may be of several types
+        return optax.tree.norm(list(map(array, leaves)))
 
 
 def remember(function: Callable) -> Callable:

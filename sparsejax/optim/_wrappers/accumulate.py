@@ -203,7 +203,7 @@ def update_if(
 
     def step(state, params):
         updates, new = tx.update(make_grads(), state, params, **extra_args)
-        out = updates, jax.tree.map(_keep_dtype, state, new)
+        out = updates, jax.tree.map(_as_type_of, state, new)
         types[:] = map(_placement, jax.tree.leaves(out))
         return out
 
@@ -213,8 +213,7 @@ def update_if(
         del params
         # Row ids of zeros are empty slots.
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec)
-        # Strong types, as after a step, so that the caller is compiled once.
-        return zeros, jax.tree.map(_strong, state)
+        return zeros, jax.tree.map(_as_type_of, state, state)
 
     def of_one_type(branch):
         """Gives the results of both branches the shardings of a step."""
@@ -239,14 +238,9 @@ def _placement(x: jax.Array) -> tuple[Any, Any, frozenset]:
     return _mesh.explicit_spec(x), mesh, _compat.varying_axes(x)
 
 
-def _keep_dtype(old: Any, new: Any) -> jax.Array:
-    old, new = jnp.asarray(old), jnp.asarray(new)  # one may be a number of Python's
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
-def _strong(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    return lax.convert_element_type(x, x.dtype) if x.weak_type else x
+def _as_type_of(old: Any, new: Any) -> jax.Array:
+    """Casts to the dtype of `old`, and to no weak type: the caller is compiled once."""
+    return jnp.asarray(new).astype(jnp.asarray(old).dtype)
 
 
 # ------------------------------------------------------------------ the buffers
@@ -317,17 +311,23 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
         )
         has_slot = indexing.take_rows(held.filled(), slot)
     else:
-        places = lax.iota(jnp.int32, held.capacity)
-        ordered, places = lax.sort((held.rows, places), num_keys=1)
-        place, has_slot = merge.find_slots(ordered, rows, held.height)
+        own, has_slot = find_slots(held, rows)
         new = here & ~has_slot
         free = held.num_rows() + jnp.cumsum(new, dtype=jnp.int32) - 1
         slot = jnp.where(new, jnp.minimum(free, none), none)
-        slot = jnp.where(has_slot, places[place], slot)
+        slot = jnp.where(has_slot, own, slot)
     old = indexing.take_rows(held.values, jnp.where(has_slot, slot, none))
     values = indexing.set_rows(held.values, slot, old + grad.values)
     missed = jnp.sum(here & (slot == none), dtype=jnp.int32)
     return with_slots(held, indexing.set_rows(held.rows, slot, rows), values), missed
+
+
+def find_slots(held: SelectedRows, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the slot of each row, and True where a row has one."""
+    places = lax.iota(jnp.int32, held.capacity)
+    ordered, places = lax.sort((held.rows, places), num_keys=1)
+    place, has_slot = merge.find_slots(ordered, rows, held.height)
+    return places[place], has_slot
 
 
 def _mean(held: Any, grad: Any, k: jax.Array) -> Any:

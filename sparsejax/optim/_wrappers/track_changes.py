@@ -180,7 +180,8 @@ def take_changes(params: PyTree, state: PyTree) -> tuple[Any, Any]:
     flags = treedef.flatten_up_to(ours.changed)
     ids = [_ids(flag) for flag in flags]
     # New arrays, which a step may donate; sharded as the old ones.
-    cleared = jax.tree.map(_zeros_like, ours.changed)
+    clear = lambda x: jnp.zeros_like(x, device=getattr(x, "sharding", None))
+    cleared = jax.tree.map(clear, ours.changed)
     nodes[places[0]] = ours._replace(changed=cleared)
     return treedef.unflatten(ids), of_state.unflatten(nodes)
 
@@ -244,7 +245,3 @@ def _on_host(x: Any) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         x = multihost_utils.process_allgather(x, tiled=True)
     return np.asarray(x)
-
-
-def _zeros_like(flags: Any) -> jax.Array:
-    return jnp.zeros_like(jnp.asarray(flags), device=getattr(flags, "sharding", None))
