@@ -60,13 +60,13 @@ class Plan(NamedTuple):
         """Returns F of every table after `state`, from F of the step before."""
         leaves, by_step = jax.tree.leaves(state), {}
         for k, recurrence in enumerate(self.recurrences.values()):
-            step = recurrence.step
-            if step.key not in by_step:
+            step = recurrence.step  # the same object for equal steps
+            if id(step) not in by_step:
                 shared = [jnp.asarray(leaves[j]) for j in step.shared]
-                by_step[step.key] = closed_form.displacement_coefficients(
+                by_step[id(step)] = closed_form.displacement_coefficients(
                     recurrence, shared, now and now[k]
                 )
-        return [by_step[r.step.key] for r in self.recurrences.values()]
+        return [by_step[id(r.step)] for r in self.recurrences.values()]
 
     def refusal(self, leaf: int, where: str) -> ValueError:
         """Returns the error for a leaf at the path `where` that is not a table."""
@@ -156,9 +156,9 @@ def _make_plan(tx: Any, treedef: Any, specs: Any, tables: tuple[int, ...]) -> Pl
             try:
                 program = program or Program(tx, treedef, specs, verdict.tables)
                 step = program.step_of(i)
-                if step.key not in by_step:
-                    by_step[step.key] = find_recurrence(step)
-                recurrences[i] = by_step[step.key]._replace(leaves=leaves)
+                key = step.key
+                by_step[key] = by_step.get(key) or find_recurrence(step)
+                recurrences[i] = by_step[key]._replace(leaves=leaves)
             except NotByRows as fault:
                 refused[i] = str(separability.reason(tx, fault))
     return Plan(recurrences, refused, verdict.owners, verdict.state)

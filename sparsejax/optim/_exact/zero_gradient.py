@@ -1,4 +1,4 @@
-"""The step of a coordinate without a gradient, read from the program of `tx.update`.
+"""Reads the step of a coordinate without a gradient from the program of `tx.update`.
 
 `tx.update` is traced with one row in each table, and its program is run on one
 coordinate of each row, with a gradient of zero. Three things are proved from the
@@ -274,12 +274,11 @@ def _factors(
         if needs(place) - {place} or needs(place, place):
             why = f"does not multiply {names[place]} by a constant factor"
             raise NotByRows(f"a step without gradient {why}")
-    bends = {place: needs(0, place) for place in needs(0)}
-    curved = {place for place in bends if place in bends[place]}
-    linear = sorted(bends.keys() - curved)
-    allowed = {place: curved if place else set() for place in linear}
-    if 0 in curved or len(curved) > 1 or any(bends[k] - allowed[k] for k in linear):
-        among = " and ".join(names[place] for place in sorted(bends))
+    curved = {place for place in needs(0) if place in needs(0, place)}
+    linear = sorted(needs(0) - curved)
+    is_linear = lambda place: needs(0, place) <= (curved if place else set())
+    if 0 in curved or len(curved) > 1 or not all(map(is_linear, linear)):
+        among = " and ".join(names[place] for place in sorted(needs(0)))
         raise NotByRows(f"a step without gradient is not linear in {among}")
     second = next(iter(curved), None)
     first = [place for place in linear if place]
@@ -307,7 +306,7 @@ def _factors(
     numbers = (jax.ShapeDtypeStruct((), x) for x in (jnp.int32, dtype))
     traced = _compat.trace(program, *types[:n], *numbers)
     first = tuple(place - 1 for place in first)
-    return traced, first, None if second is None else second - 1, 0 in bends
+    return traced, first, None if second is None else second - 1, 0 in linear
 
 
 def _only(program: Any, outputs: Sequence[int]) -> tuple[Any, list[Any], list[int]]:
@@ -330,17 +329,14 @@ class _Numbers(Runner):
             return self.run(*body, values)
         if any(v.aval.shape[:1] == (1,) for v in eqn.outvars):
             return self.nodes(eqn, values, None)
-        values = [_of_no_row(x) if isinstance(x, Node) else x for x in values]
+        for k, x in enumerate(values):
+            if isinstance(x, Node):  # the same in all rows
+                function = RowFunction([x], [])
+                (values[k],) = function([], function.operands)
         if any(isinstance(x, Tracer) for x in values):
             return super().shared(eqn, values)
         with jax.ensure_compile_time_eval():
             return super().shared(eqn, values)
-
-
-def _of_no_row(node: Node) -> Any:
-    """Computes what is the same in all rows."""
-    function = RowFunction([node], [])
-    return function([], function.operands)[0]
 
 
 def _on_coordinate(

@@ -306,9 +306,7 @@ def _add(held: Any, grad: Any) -> tuple[Any, Any]:
     rows, here = grad.rows.astype(held.rows.dtype), grad.filled()
     none = np.int32(held.capacity)
     if held.capacity == held.height:
-        slot = jnp.where(here, rows, _arguments.scalar(held.height, rows)).astype(
-            jnp.int32
-        )
+        slot = jnp.where(here, rows.astype(jnp.int32), none)
         has_slot = indexing.take_rows(held.filled(), slot)
     else:
         own, has_slot = find_slots(held, rows)
