@@ -167,23 +167,17 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         plan = plan_of(step.treedef.unflatten(step.weights))[-1]
         tables = _tables(plan, step.weights, state)
         _check_gradients(step, tables, plan)
-        merged = {i: gather_scatter.merge_duplicates(step.grads[i]) for i in step.tables}
-        num_rows = tuple(rows.capacity for rows in merged.values())
-        reason = separability.difference_of_rows(tx, *step.key, num_rows)
-        if reason is not None:
-            raise not_exact("this optimizer", reason)
-
+        merged = gather_scatter.merge(tx, step, not_exact)
         owners = [owner if owner in merged else None for owner in plan.owners]
         step = step._replace(state=state.inner, owners=owners)
+
         grads, *stored = gather_scatter.gather(tx, step, merged)
-        *caught_up, current = _catch_up_gathered(step, tables, merged, state.step, *stored)
+        *caught_up, current = _caught_up(step, tables, merged, state.step, *stored)
         updates, inner = inner_tx.update(grads, *caught_up, **extra_args)
         updates = step.treedef.flatten_up_to(updates)
         for i, rows in current.items():
             updates[i] = _add(updates[i], rows.correction)
-        for i, rows in merged.items():
-            updates[i] = gather_scatter.as_update(rows, updates[i], step.grads[i])
-        inner = gather_scatter.scatter_state(step, inner, merged)
+        updates, inner = gather_scatter.scatter(step, merged, updates, inner)
 
         now = tuple(plan.displacement(inner, state.now))
         records = tuple(
@@ -238,7 +232,7 @@ def _check_gradients(step: Step, tables: dict[int, Table], plan: Plan) -> None:
             )
 
 
-def _catch_up_gathered(
+def _caught_up(
     step: Step,
     tables: dict[int, Table],
     merged: dict[int, SelectedRows],

@@ -7,6 +7,7 @@ SelectedRows, such as ShardedRows, can register its own implementation.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -27,16 +28,23 @@ if TYPE_CHECKING:
 
 def run(tx: Any, step: Step, extra_args: dict[str, Any]) -> tuple[list[Any], Any]:
     """Returns updates and new state, from `tx` on the rows of all gradients."""
+    merged = merge(tx, step, separability.refused)
+    updates, state = tx.update(*gather(tx, step, merged), **extra_args)
+    return scatter(step, merged, step.treedef.flatten_up_to(updates), state)
+
+
+def merge(tx: Any, step: Step, refused: Callable) -> dict[int, SelectedRows]:
+    """Returns for each table its gradient without duplicates.
+
+    Raises:
+      refused: `tx` runs other operations on so many rows than on all.
+    """
     merged = {i: merge_duplicates(step.grads[i]) for i in step.tables}
     num_rows = tuple(rows.capacity for rows in merged.values())
     reason = separability.difference_of_rows(tx, *step.key, num_rows)
     if reason is not None:
-        raise separability.refused("this optimizer", reason)
-    updates, state = tx.update(*gather(tx, step, merged), **extra_args)
-    updates = step.treedef.flatten_up_to(updates)
-    for i, rows in merged.items():
-        updates[i] = as_update(rows, updates[i], step.grads[i])
-    return updates, scatter_state(step, state, merged)
+        raise refused("this optimizer", reason)
+    return merged
 
 
 def gather(
@@ -73,13 +81,18 @@ def gather(
     )
 
 
-def scatter_state(step: Step, new: Any, merged: dict[int, SelectedRows]) -> Any:
-    """Returns the new state, with its rows written into the tables of the old state."""
-    leaves, treedef = jax.tree.flatten(new)
+def scatter(
+    step: Step, merged: dict[int, SelectedRows], updates: list[Any], new_state: Any
+) -> tuple[list[Any], Any]:
+    """Returns the updates of tables, and the old state with these rows written."""
+    updates = list(updates)
+    for i, rows in merged.items():
+        updates[i] = as_update(rows, updates[i], step.grads[i])
+    leaves, treedef = jax.tree.flatten(new_state)
     for k, (owner, old) in enumerate(zip(step.owners, jax.tree.leaves(step.state))):
         if owner is not None:
             leaves[k] = scatter_rows(merged[owner], old, leaves[k])
-    return treedef.unflatten(leaves)
+    return updates, treedef.unflatten(leaves)
 
 
 # ------------------------------------------------------------------ one table
