@@ -1,6 +1,5 @@
 """Argument checks for transformations."""
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from sparsejax.optim import _trees as trees
 
 def is_transformation(x: Any) -> bool:
     """Returns True if `x` has functions `init` and `update`."""
-    if inspect.ismodule(x) or callable(x):
+    if callable(x):
         return False  # a callable is a schedule, even if it has init and update
     return callable(getattr(x, "init", None)) and callable(getattr(x, "update", None))
 
@@ -101,12 +100,13 @@ def require_params(params: Any, why: str) -> None:
         )
 
 
-def check_not_quantized(params: Any) -> None:
-    """Raises a TypeError for a QuantizedTable, whose updates need rounding."""
-    paths, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_quantized)
-    for path, leaf in paths:
+def check_params(params: Any) -> None:
+    """Raises a TypeError for parameters to which no update can be added."""
+    leaves, _ = trees.flatten(params)
+    for where, leaf in zip(trees.leaf_paths(params, "params"), leaves):
+        if is_selected_rows(leaf):
+            raise _selected_rows(where)
         if is_quantized(leaf):
-            where = f"params{jax.tree_util.keystr(path)}"
             raise TypeError(
                 f"{where} is a QuantizedTable, whose rows must be rounded to "
                 "their codes after each update. Use "
@@ -114,19 +114,8 @@ def check_not_quantized(params: Any) -> None:
             )
 
 
-def check_order(params: Any) -> None:
-    """Raises a TypeError if `params` look like gradients. For a call without tables."""
-    for i, leaf in enumerate(trees.flatten(params)[0]):
-        if is_selected_rows(leaf):
-            raise TypeError(
-                f"{trees.leaf_paths(params, 'params')[i]} is a SelectedRows, "
-                "but no gradient is. Probably gradients and parameters are in each "
-                "other's place: call tx.update(grads, state, params)."
-            )
-
-
 def check_gradients(grads: Any, weights: Sequence[Any] | None) -> None:
-    """Raises unless each SelectedRows in `grads` matches its table.
+    """Raises unless the parameters are arrays that match the SelectedRows in `grads`.
 
     Args:
       grads: the tree of gradients.
@@ -134,9 +123,11 @@ def check_gradients(grads: Any, weights: Sequence[Any] | None) -> None:
     """
     leaves, _ = trees.flatten(grads)
     for i, grad in enumerate(leaves):
+        where = lambda name, i=i: trees.leaf_paths(grads, name)[i]
+        if weights is not None and is_selected_rows(weights[i]):
+            raise _selected_rows(where("params"))
         if not is_selected_rows(grad):
             continue
-        where = lambda name, i=i: trees.leaf_paths(grads, name)[i]
         wrong = None
         dtype = getattr(grad.rows, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -150,28 +141,17 @@ def check_gradients(grads: Any, weights: Sequence[Any] | None) -> None:
                 "ids too. Use SelectedRows.map or g * 0.5 to change the values, and "
                 "put optax transformations inside lazy(...), not before it."
             )
-        if weights is None:
-            continue
-        if is_selected_rows(weights[i]):
-            raise pulled_table(where("params"))
-        if grad.shape != np.shape(weights[i]):
+        if weights is not None and grad.shape != np.shape(weights[i]):
             raise ValueError(
                 f"The SelectedRows gradient {where('grads')} must have the "
                 f"shape of its parameter, {np.shape(weights[i])}, got {grad.shape}."
             )
 
 
-def check_no_pulled_table(params: Any) -> None:
-    """Raises if a parameter is a SelectedRows."""
-    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_selected_rows)
-    for path, leaf in leaves:
-        if is_selected_rows(leaf):
-            raise pulled_table(f"params{jax.tree_util.keystr(path)}")
-
-
-def pulled_table(where: str) -> TypeError:
+def _selected_rows(where: str) -> TypeError:
     return TypeError(
-        f"{where} must be an array, got a SelectedRows (rows pulled from a "
-        "table). Pass its .values as the parameter and the gradient of those values, "
-        "and keep its .rows to know which rows they are."
+        f"{where} must be an array, got a SelectedRows. If it is a gradient, call "
+        "tx.update(grads, state, params). If its rows were pulled from a table, pass "
+        "its .values as the parameter and the gradient of those values, and keep its "
+        ".rows to know which rows they are."
     )

@@ -128,8 +128,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
 
     def init(params):
         state_sharding.check_not_sharded(params)
-        checks.check_no_pulled_table(params)
-        checks.check_not_quantized(params)
+        checks.check_params(params)
         leaves, _, plan = plan_of(params)
         inner = tx.init(params)
         # Two arrays, not one twice: a buffer cannot be donated twice.

@@ -127,8 +127,7 @@ def lazy(
     inner = optax.with_extra_args_support(tx)
 
     def init(params):
-        checks.check_not_quantized(params)
-        checks.check_no_pulled_table(params)
+        checks.check_params(params)
         if check:
             leaves, treedef = trees.flatten(params)
             specs = tuple(map(trees.to_spec, leaves))
@@ -188,8 +187,6 @@ class Step(NamedTuple):
         weights = trees.flatten_params(updates, params)
         checks.check_gradients(updates, weights)
         tables = tuple(i for i, g in enumerate(grads) if is_selected_rows(g))
-        if not tables:
-            checks.check_order(params)
         stacks = {
             i: (grads[i], weights and weights[i]) for i in tables if grads[i].stack
         }
