@@ -1,4 +1,4 @@
-"""reset_rows: rows of a table whose keys are new, with nothing left of the old ones."""
+"""reset_rows: fresh weights and fresh optimizer state for rows with new keys."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def reset_rows(
       The new `(params, state)`.
 
     Raises:
-      TypeError: `rows` has no integers, or `tx` is not a transformation.
-      ValueError: `rows` does not match `params`, or `state` does not; part of the state
-        cannot be split into rows; or `embedding_init` has no key.
+      TypeError: `rows` has no integers, `tx` is not a transformation, or
+        `embedding_init` has no key.
+      ValueError: `rows` does not match `params`, or `state` does not; or part of the
+        state cannot be split into rows.
 
     Example:
       >>> import jax.numpy as jnp, optax, sparsejax as sj
@@ -154,11 +155,6 @@ def _ids(params: Any, table: Any, i: int, rows: Any) -> jax.Array:
 def _fresh(i: int, shape: Any, dtype: Any, embedding_init: Any, key: Any) -> jax.Array:
     if embedding_init is None:
         return jnp.zeros(shape, dtype)
-    if key is None:
-        raise ValueError(
-            "embedding_init needs a key, another one at each call, for "
-            "example jax.random.fold_in(key, step)."
-        )
     key = _arguments.as_key(key, from_int=True)
     made = jnp.asarray(embedding_init(jax.random.fold_in(key, i), shape, dtype))
     if made.shape != shape:

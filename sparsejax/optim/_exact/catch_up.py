@@ -1,4 +1,4 @@
-"""Catching up: rows of one table brought to the present step, some of them or all.
+"""Brings rows of one table to the present step, some of them or all.
 
 Besides its weights and moments a table has *last-update records*. That of a row is
 
@@ -54,7 +54,7 @@ class _Records(NamedTuple):
 class CurrentRows(NamedTuple):
     """The rows of a gradient at the present step.
 
-    Args:
+    Attributes:
       rows: the gradient; None if it is an array, with all rows.
       moments: of these rows.
       correction: to be added to weights of rows that were not caught up; zero for

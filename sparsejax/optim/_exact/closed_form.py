@@ -76,7 +76,7 @@ LARGE = 1e10  # a sqrt(v) next to which eps is negligible
 class Recurrence(NamedTuple):
     """The recurrence of a zero-gradient step of one table, see above.
 
-    Args:
+    Attributes:
       step: the step; it has the moments by number.
       leaves: indices of the optimizer state leaves that are the moments.
       ratios: b, the factor by which such a step multiplies each of them.

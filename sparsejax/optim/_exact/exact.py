@@ -39,7 +39,7 @@ from sparsejax.optim._lazy.lazy import Step
 class ExactState(NamedTuple):
     """State of `exact`. `last_updates` and `now` have an entry for each table.
 
-    Args:
+    Attributes:
       inner: the state of the optimizer, as `tx.init` gives it.
       step: int32, the number of updates so far.
       stale: int32, how many rows got a gradient without having been caught up.
@@ -98,13 +98,12 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         more that can be kept exact.
 
     Returns:
-      `(init, update, catch_up, flush)`. `init` and `update` are optax's; the gradient
-      of a table is a SelectedRows, or an array, which updates all rows.
-      `catch_up(params, state, ids)` brings rows up to date before the loss reads them;
-      `ids` is a tree like `params`, with integers of any shape at tables, None or
-      nothing elsewhere, `...` for all rows. `flush(params, state)` does so for all
-      rows: call it before the whole table is used, and after a hyper-parameter in the
-      state is set by hand. Both return `(params, state)`.
+      `(init, update, catch_up, flush)`. The gradient of a table is a SelectedRows, or an
+      array, which updates all rows. `catch_up(params, state, ids)` brings rows up to
+      date before the loss reads them; `ids` is a tree like `params`, with integers of
+      any shape, or `...` for all rows, at tables. `flush(params, state)` does so for
+      all rows: call it before the whole table is used, and after a hyper-parameter in
+      the state is set by hand. Both return `(params, state)`.
 
     Raises:
       ValueError: at init, `tx` cannot be kept exact, or there is no table; at update,
