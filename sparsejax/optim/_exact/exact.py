@@ -98,8 +98,8 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         more that can be kept exact.
 
     Returns:
-      `(init, update, catch_up, flush)`. The gradient of a table is a SelectedRows, or an
-      array, which updates all rows. `catch_up(params, state, ids)` brings rows up to
+      `(init, update, catch_up, flush)`. The gradient of a table is a SelectedRows or
+      an array, which updates all rows. `catch_up(params, state, ids)` brings rows up to
       date before the loss reads them; `ids` is a tree like `params`, with integers of
       any shape, or `...` for all rows, at tables. `flush(params, state)` does so for
       all rows: call it before the whole table is used, and after a hyper-parameter in
