@@ -66,8 +66,8 @@ class CurrentRows(NamedTuple):
     rows: SelectedRows | None
     moments: list[jax.Array]
     correction: jax.Array | None
-    num_stale: Any
-    weights_steps: jax.Array | None
+    num_stale: Any = np.int32(0)
+    weights_steps: Any = None
 
 
 # ------------------------------------------------------------------ some rows
@@ -164,7 +164,7 @@ def current_table(table: Table, step: jax.Array) -> CurrentRows:
     """Returns all rows at `step`, for a dense gradient, which updates all."""
     new = catch_up_all(table, step)
     correction = new.weights - table.weights
-    return CurrentRows(None, new.moments, correction, np.int32(0), None)
+    return CurrentRows(None, new.moments, correction)
 
 
 # ------------------------------------------------------------------ records

@@ -173,8 +173,10 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
         *caught_up, current = _caught_up(step, tables, merged, state.step, *stored)
         updates, inner = inner_tx.update(grads, *caught_up, **extra_args)
         updates = step.treedef.flatten_up_to(updates)
+        stale = state.stale
         for i, rows in current.items():
             updates[i] = _add(updates[i], rows.correction)
+            stale = stale + rows.num_stale
         updates, inner = gather_scatter.scatter(step, merged, updates, inner)
 
         now = tuple(plan.displacement(inner, state.now))
@@ -182,7 +184,6 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             _catch_up.records_after(table, current.get(i), state.step + 1, then)
             for (i, table), then in zip(tables.items(), now)
         )
-        stale = sum((rows.num_stale for rows in current.values()), state.stale)
         state = ExactState(inner, state.step + 1, stale, records, now, _not_caught_up())
         return step.treedef.unflatten(updates), state
 
