@@ -155,8 +155,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             rows = _arguments.as_ids(ids_of_leaf, height).reshape(-1)
             tables[i] = _catch_up.catch_up(tables[i], rows, state.step)
         state = state._replace(caught_up=jnp.asarray(1))
-        new = _with_tables(treedef, leaves, state, tables)
-        return trees.in_structure_of(given, new)
+        return _with_tables(given, treedef, leaves, state, tables)
 
     def update(updates, state, params=None, **extra_args):
         checks.require_params(params, "it moves weights without a gradient")
@@ -198,8 +197,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
             table = _catch_up.catch_up_all(table, state.step)
             records = _catch_up.records_at(state.step, leaves[i].shape[0], now)
             tables[i] = table._replace(records=records, now=now)
-        new = _with_tables(treedef, leaves, state, tables)
-        return trees.in_structure_of(given, new)
+        return _with_tables(given, treedef, leaves, state, tables)
 
     return Exact(init, update, catch_up, flush)
 
@@ -277,9 +275,8 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
     checks.check_state(state, ExactState)
     checks.check_state(state.inner, plan.state)
     inner = jax.tree.leaves(state.inner)
-    if len(state.last_updates) != len(plan.recurrences) or len(inner) != len(
-        plan.owners
-    ):
+    sizes = len(state.last_updates), len(inner)
+    if sizes != (len(plan.recurrences), len(plan.owners)):
         raise TypeError(
             "the state belongs to a different tree of parameters. Pass the state that "
             "init(params), catch_up, update or flush returned for these parameters."
@@ -295,9 +292,9 @@ def _tables(plan: Plan, weights: Any, state: Any) -> dict[int, Table]:
 
 
 def _with_tables(
-    treedef: Any, leaves: Any, state: ExactState, tables: dict[int, Table]
+    given: Any, treedef: Any, leaves: Any, state: ExactState, tables: dict[int, Table]
 ) -> tuple[Any, ExactState]:
-    """Returns the parameters and the state with the arrays of `tables`."""
+    """Returns the given parameters and state with the arrays of `tables`."""
     leaves = list(leaves)
     inner, inner_treedef = jax.tree.flatten(state.inner)
     for i, table in tables.items():
@@ -308,7 +305,7 @@ def _with_tables(
     now = tuple(table.now for table in tables.values())
     inner = inner_treedef.unflatten(inner)
     state = state._replace(inner=inner, last_updates=records, now=now)
-    return treedef.unflatten(leaves), state
+    return trees.in_structure_of(given, (treedef.unflatten(leaves), state))
 
 
 def _not_caught_up() -> jax.Array:
