@@ -97,6 +97,14 @@ class Program:
       specs: its leaves as ShapeDtypeStructs (or None, MaskedNode).
       tables: indices of the leaves.
 
+    Attributes:
+      program: the traced update of one row; it has the `arguments`, the last ones of
+        which are the state, and for each output its table in `owners`, or None.
+      numbers: the same program on one coordinate of each table, with arguments of these
+        `types`.
+      refused: by table, why it cannot be kept exact.
+      fresh: by number, a leaf of new state that follows no table.
+
     Raises:
       NotByRows: `tx` cannot be run without extra arguments.
     """
