@@ -1,8 +1,6 @@
 """examples/clicks.py nears the AUC of the clicks that it makes, also in 8 bits."""
 
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +11,7 @@ import pytest
 import sparsejax as sj
 from benchmarks.races import fuxictr
 from examples import clicks
+from helpers import assert_gradients, run_python
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
@@ -42,14 +41,7 @@ def test_clicks_are_predicted_and_served(tmp_path, capsys, monkeypatch):
     assert [x[0] for x in re.findall(fuxictr.LINE, out)] == ["50", "100", "150"]
     found, small, best = map(float, re.findall(r"AUC (0\.\d+)", out))
     assert best - 0.03 < found < best + 0.005 and abs(small - found) < 0.002
-    ran = subprocess.run(
-        [sys.executable, "-c", SERVER],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    one, same = map(float, ran.stdout.split())
+    one, same = map(float, run_python("-c", SERVER, cwd=tmp_path).split())
     assert one == pytest.approx(same, rel=1e-5)
     ids, numbers = np.ones((1, 4), np.int32), np.zeros((1, 1), np.float32)
     assert one == pytest.approx(float(clicks.load(tmp_path)(ids, numbers)[0]), rel=1e-3)
@@ -80,11 +72,5 @@ def test_gradients_are_those_of_jax_and_sparse():
     params = clicks.init(jax.random.key(0), layer, 9)
     ids = np.random.default_rng(0).integers(0, 300, (16, 2))
     loss = lambda params: jnp.sum(clicks.predict(params, ids, jnp.ones((16, 1)), layer))
-    grads = jax.jit(sj.grad(loss))(params)
-    table = grads["tables"]["stack_width4_float32"]
-    assert table.capacity == 32
-    grads["tables"] = {"stack_width4_float32": table.to_dense()}
-    for found, g in zip(
-        *map(jax.tree.leaves, (grads, jax.jit(jax.grad(loss))(params)))
-    ):
-        np.testing.assert_allclose(found, g, rtol=1e-3, atol=1e-5)
+    sparse = {"['tables']['stack_width4_float32']": 32}
+    assert_gradients(loss, params, sparse, rtol=1e-3)

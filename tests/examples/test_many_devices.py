@@ -1,14 +1,12 @@
 """examples/many_devices.py learns, and goes on from a checkpoint on fewer devices."""
 
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
-import pages
 from examples import many_devices
+from helpers import run_python
 
 
 pytestmark = [
@@ -49,11 +47,5 @@ def test_it_learns_and_goes_on_with_half_of_the_devices(run, tmp_path):
 
 def test_devices_are_simulated():
     """In a process of its own: JAX has started its devices here."""
-    ran = subprocess.run(
-        [sys.executable, "examples/many_devices.py", "--simulate=2", "--steps=1"],
-        cwd=pages.ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "2 devices; memory" in ran.stdout
+    out = run_python("examples/many_devices.py", "--simulate=2", "--steps=1")
+    assert "2 devices; memory" in out
