@@ -215,6 +215,7 @@ def run(
     cases: Callable[[argparse.Namespace], Iterable[dict[str, Any]]],
     failures: Callable[[Sequence[dict[str, Any]]], list[str]],
     finish: Callable[..., Any] | None = None,
+    about: Callable[[], dict[str, Any]] = machine,
 ) -> int:
     """Runs a benchmark: parses options, prints a line a record, checks the claims.
 
@@ -225,6 +226,7 @@ def run(
       cases: yields a record for each case.
       failures: the claims that do not hold, for `--check`.
       finish: called with the arguments and all records.
+      about: facts that are printed, and recorded with each case.
 
     Returns:
       The exit status: 1 if a claim does not hold.
@@ -240,15 +242,15 @@ def run(
     parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
     options(parser)
     args = parser.parse_args(argv)
-    about = machine()
-    print("  ".join(f"{key} {value}" for key, value in about.items()), flush=True)
+    facts = about()
+    print("  ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     records = []
     for record in cases(args):
         records.append(record)
         print(line(record), flush=True)
         if args.json:
             with open(args.json, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"benchmark": name, **about, **record}) + "\n")
+                file.write(json.dumps({"benchmark": name, **facts, **record}) + "\n")
     if finish:
         finish(args, records)
     wrong = failures(records) if args.check else []
