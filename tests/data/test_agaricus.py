@@ -30,7 +30,7 @@ def mushrooms(shared_data):
 
 @dataclasses.dataclass(frozen=True)
 class FactorizationMachine:
-    """The one of docs/howto/data.md."""
+    """A linear part, and a product of factors for each pair of features."""
 
     num_features: int
     rank: int

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-import sparsejax as sj
 from examples import memory_table
+from helpers import assert_gradients
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
@@ -84,17 +84,10 @@ def test_the_gradient_is_that_of_jax_and_sparse():
     shape = 50_000, memory_table.WIDTH
     params["memory"] = 0.1 * jax.random.normal(jax.random.key(1), shape)
     text = np.random.default_rng(0).integers(97, 110, (3, 33)).astype(np.uint8)
-    loss, grads = jax.jit(sj.value_and_grad(memory_table.loss_fn))(params, text)
-    expected, dense = jax.jit(jax.value_and_grad(memory_table.loss_fn))(params, text)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert grads["memory"].capacity == 3 * 32 * 4
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    for grad, g in zip(jax.tree.leaves(grads, is_leaf=is_rows), jax.tree.leaves(dense)):
-        grad = grad.to_dense() if is_rows(grad) else grad
-        np.testing.assert_allclose(grad, g, rtol=1e-3, atol=1e-5)
+    loss = lambda params: memory_table.loss_fn(params, text)
+    sparse = {"['bytes']": 3 * 32, "['memory']": 3 * 32 * 4}
+    assert_gradients(loss, params, sparse, rtol=1e-3)
 
 
-def test_a_text_that_is_missing():
-    with pytest.raises(FileNotFoundError):
-        memory_table.main(["--text", "missing.txt"])
+def test_pieces_of_a_text_that_is_no_longer_than_two():
     assert memory_table.pieces(np.arange(99), 3, 0).shape == (3, 33)
