@@ -54,7 +54,7 @@ test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab
 
 soak: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## fuzzers, damaged files, kills: ARGS="--seed 7"
 	@for tool in "fuzz programs" "fuzz models" "fuzz products" "fuzz chains" "fuzz trees" \
-		damage kills changes_model index_model; do \
+		"fuzz changes" "fuzz index" damage kills; do \
 		echo "=== $$tool"; \
 		$(BIN)/python -m tests.tools.$$tool --seconds $(SECONDS) $(ARGS) || exit 1; \
 	done

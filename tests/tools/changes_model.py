@@ -1,4 +1,4 @@
-"""Changes of a store as plain dicts: `python -m tests.tools.changes_model`.
+"""Changes of a store as plain dicts: `python -m tests.tools.fuzz changes`.
 
 A trainer store with a table of ids and a table of keys is trained at random: pushes,
 assigned rows, new keys that evict others. It writes files of changes since random
@@ -9,21 +9,12 @@ step the store of that step must be equal to its dict, and a file that does not 
 be refused with nothing changed.
 """
 
-import argparse
 import collections
 import copy
 import itertools
 import pathlib
-import sys
 import tempfile
-import time
 from typing import Any
-
-
-if __name__ == "__main__":  # before JAX is imported
-    here = pathlib.Path(__file__).parent
-    sys.path[:0] = [str(here), str(here.parent)]
-    import conftest  # noqa: F401
 
 import jax
 import numpy as np
@@ -175,7 +166,7 @@ class Follower:
         return "replaced" if replaces else "applied"
 
 
-def compare(seed, steps):
+def compare(seed, steps=1_000):
     """Runs one random sequence; the number of files by what became of them."""
     rng = np.random.default_rng(seed)
     outcomes = collections.Counter()
@@ -261,25 +252,3 @@ def compare(seed, steps):
                 trainer.load(folder / f"save {number}")
                 check_store(trainer, model, True)
     return outcomes
-
-
-def main():
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    until, total = time.monotonic() + options.seconds, collections.Counter()
-    for seed in itertools.count(options.seed):
-        if time.monotonic() > until:
-            shown = ", ".join(f"{count:,} {name}" for name, count in total.items())
-            print(f"seeds {options.seed} to {seed - 1}, equal; files: {shown}")
-            return
-        try:
-            total += compare(seed, 1_000)
-        except BaseException:
-            print(f"seed {seed} differs")
-            raise
-
-
-if __name__ == "__main__":
-    main()

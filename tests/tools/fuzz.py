@@ -5,9 +5,12 @@
     python -m tests.tools.fuzz products --seconds 60    products of rows
     python -m tests.tools.fuzz chains --seconds 60      optimizers, see fuzz_chains.py
     python -m tests.tools.fuzz trees --seconds 60       jax.tree.map, see fuzz_trees.py
+    python -m tests.tools.fuzz changes --seconds 60     a store, see changes_model.py
+    python -m tests.tools.fuzz index --seconds 60       HashIndex, see index_model.py
 
 Each seed stands for 50 cases, or 10 chains, and gives the same ones again. A failure is
-printed as short as hypothesis can make it in half a minute.
+printed as short as hypothesis can make it in half a minute. A seed of `changes` and
+`index` is one long sequence of operations, on sparsejax and on a model of it.
 """
 
 import argparse
@@ -29,8 +32,9 @@ import hypothesis
 import jax
 
 
-# How many cases a seed stands for.
+# How many cases a seed stands for; a model is compared once.
 KINDS = {"programs": 50, "models": 50, "products": 50, "chains": 10, "trees": 50}
+KINDS |= {"changes": 1, "index": 1}
 MAX_BYTES = 3 << 30  # of compiled programs
 
 
@@ -47,8 +51,14 @@ def search(kind, seed, examples, seconds=30.0):
       A Counter by mode and by what `check` returned, and None or the shortest failure:
       `(case, mode, error)`.
     """
-    module = importlib.import_module(f"fuzz_{kind}")
     counts = collections.Counter()
+    if KINDS[kind] == 1:
+        try:
+            found = importlib.import_module(f"{kind}_model").compare(seed)
+        except Exception as error:
+            return counts, (f"compare({seed})", "model", error)
+        return collections.Counter({("model", k): n for k, n in found.items()}), ()
+    module = importlib.import_module(f"fuzz_{kind}")
     shortest: list[Any] = []
     until = math.inf
 
