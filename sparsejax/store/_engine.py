@@ -35,13 +35,13 @@ class Request(NamedTuple):
     Args:
       ids: by table, of rows to pull.
       capacity: of the pulled rows.
-      cached: by table, rows that get slots in the device cache of the table.
+      cached: by table, a `CachedBatch` of rows that get slots in its device cache.
       alone: True for a request of one table, whose rows are not in a dict.
     """
 
     ids: Mapping[str, Any]
     capacity: CapacityOf
-    cached: Mapping[str, np.ndarray] = {}
+    cached: Mapping[str, Any] = {}
     alone: bool = False
 
 
@@ -60,14 +60,17 @@ class _Early(NamedTuple):
     capacity: int
     early: EarlyRows
 
+    def drop(self) -> None:
+        """Ends the flight of the rows."""
+        self.table.drop(self.early)
+
 
 class _Ahead(NamedTuple):
-    """A batch ahead: what reads its rows, and by table its place in the caches."""
+    """A batch ahead, and what reads its rows."""
 
     batch: Any
     request: Request
     early: Future
-    staged: dict[str, Any]
 
 
 class Engine:
@@ -139,7 +142,7 @@ class Engine:
         def work():
             parts = self._read_early(ids, capacity, mode)
             for part in parts:
-                part.table.drop(part.early)
+                part.drop()
             return parts
 
         return self._on_device(self.run(work))
@@ -172,13 +175,10 @@ class Engine:
         def prepare(batch):
             request = request_of(batch)
             ids = self._merged(request.ids)
-            read = lambda: self._read_early(ids, request.capacity, mode)
-            early = self.queue.submit(read)
-            staged = {
-                name: self.tables[name].cache.announce(rows)
-                for name, rows in request.cached.items()
-            }
-            return _Ahead(batch, request, early, staged)
+            read = functools.partial(
+                self._read_early, ids, request.capacity, mode, request.cached
+            )
+            return _Ahead(batch, request, self.queue.submit(read))
 
         ahead, head = ReadAhead(batches, prepare), None
         is_exiting = sys.is_finalizing  # when it is true, modules may be gone
@@ -202,32 +202,26 @@ class Engine:
                 if head.request.alone:
                     (rows,) = rows.values()
                 yield head.batch, rows
-                self._withdraw([head])  # unless its step has run
+                for cached in head.request.cached.values():
+                    cached.drop()  # unless its step has run
             self.queue.submit(lambda: None).result()  # wait for the last pushes
             self.queue.raise_error()
         finally:
             if not is_exiting():
                 self.depths.remove(depth)
-                left = ahead.rest()
-                for each in left:
-                    self.queue.submit(functools.partial(_drop, each.early))
-                if isinstance(head, _Ahead):
-                    left.insert(0, head)
-                self._withdraw(left)
+                for each in [head, *ahead.rest()]:
+                    if isinstance(each, _Ahead):
+                        self.queue.submit(functools.partial(_drop, each))
                 self.queue.stop_worker()
 
-    def _withdraw(self, ahead: Sequence[_Ahead]) -> None:
-        """Forgets the batches that caches expect."""
-        for name in {name for each in ahead for name in each.staged}:
-            entries = [each.staged[name] for each in ahead if name in each.staged]
-            cache = self.tables[name].cache
-            if cache is not None:
-                cache.withdraw(entries)
-
     def _read_early(
-        self, ids: Mapping[str, Any], capacity: CapacityOf, mode: str
+        self,
+        ids: Mapping[str, Any],
+        capacity: CapacityOf,
+        mode: str,
+        cached: Mapping[str, Any] = {},
     ) -> list[_Early]:
-        """Reads the rows of `ids`, which are in flight from now on; in the queue."""
+        """Reads the rows of a request, in flight from now on; in the queue."""
         parts: list[_Early] = []
         try:
             for name, some in ids.items():
@@ -246,9 +240,11 @@ class Engine:
                 table.counters["pulls"] += 1
                 table.counters["pulled_rows"] += local_rows.size
                 table.counters["pull_seconds"] += time.perf_counter() - began
+            for batch in cached.values():
+                batch.read_early()
         except BaseException:
             for part in parts:
-                part.table.drop(part.early)
+                part.drop()
             raise
         return parts
 
@@ -298,9 +294,9 @@ def _hand_out(early: Future) -> list[_Early]:
     return parts
 
 
-def _drop(early: Future) -> None:
+def _drop(ahead: _Ahead) -> None:
     """Forgets a batch in flight; in the queue."""
     # Done by now, but in a forked child, where the parent's worker will not read it.
-    if early.done() and early.exception() is None:
-        for part in early.result():
-            part.table.drop(part.early)
+    if ahead.early.done() and ahead.early.exception() is None:
+        for part in [*ahead.early.result(), *ahead.request.cached.values()]:
+            part.drop()

@@ -2,34 +2,14 @@
 
 A batch is planned as a whole: its rows that have a slot keep the slot; each other row
 gets a free slot, or the slot of the row whose last use is longest ago (LRU). A row of
-the batch itself never leaves. Plans can be undone, the latest first, so that batches
-may be planned ahead and taken back. An undone plan still counts as a use of its rows,
-which changes only the choice of the rows that leave.
+the batch itself never leaves.
 """
 
 import collections
-import dataclasses
 
 import numpy as np
 
 from sparsejax.store import _mapped
-
-
-@dataclasses.dataclass(eq=False)
-class Plan:
-    """The changes that a batch makes to the slots.
-
-    Args:
-      slots: the slots of all distinct rows of the batch.
-      rows: the rows that come up, ascending.
-      to: the slots that these rows get.
-      leaving: the rows that were in these slots, or -1.
-    """
-
-    slots: np.ndarray
-    rows: np.ndarray
-    to: np.ndarray
-    leaving: np.ndarray
 
 
 class Slots:
@@ -50,7 +30,8 @@ class Slots:
         self.is_dirty = np.zeros((count,), bool)
         self._slot_of = _mapped.zeros((height,), np.int32)  # slot + 1, or 0 for none
         self._used_at = np.full((count,), -1, np.int64)  # number of the last batch
-        self._free, self._num_free = np.arange(count)[::-1].copy(), count
+        self._free = np.arange(count, dtype=np.int32)[::-1].copy()
+        self._num_free = count
         self._now = 0
         self._queue: collections.deque[tuple[int, np.ndarray]] = collections.deque()
         self._queued = 0
@@ -60,10 +41,19 @@ class Slots:
         """The number of slots that have a row."""
         return self._free.size - self._num_free
 
-    def plan(self, rows: np.ndarray) -> Plan:
-        """Gives slots to distinct ascending rows, at most one for each slot."""
+    def of(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the slot of each row, int32, or -1."""
+        return np.take(self._slot_of, rows) - np.int32(1)
+
+    def plan(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gives slots to distinct ascending rows, at most one for each slot.
+
+        Returns:
+          The slots of the rows that come up, both ascending; and the rows that were in
+          these slots, or -1.
+        """
         self._now += 1
-        slots = np.take(self._slot_of, rows) - np.int32(1)
+        slots = self.of(rows)
         is_missing = slots < 0
         missing = rows[is_missing]
         self._used_at[slots[~is_missing]] = self._now  # so that these rows stay
@@ -81,18 +71,7 @@ class Slots:
         self._used_at[to] = self._now
         slots[is_missing] = to
         self._use(slots)
-        return Plan(slots, missing, to, leaving)
-
-    def undo(self, plan: Plan) -> None:
-        """Undoes the latest plan that is not undone yet."""
-        self._slot_of[plan.rows] = 0
-        self.row_of[plan.to] = plan.leaving
-        was_used = plan.leaving >= 0
-        self._slot_of[plan.leaving[was_used]] = plan.to[was_used] + 1
-        free = plan.to[~was_used][::-1]
-        self._used_at[free] = -1
-        self._free[self._num_free : self._num_free + free.size] = free
-        self._num_free += free.size
+        return to, leaving
 
     def _use(self, slots: np.ndarray) -> None:
         """Appends the slots of a batch to the queue."""

@@ -236,8 +236,7 @@ class TrainStep:
         step_rows: dict[str, Any] = dict(rows)
         for name in caches.keys() & step_rows.keys():
             prepared = caches[name].prepare(step_rows[name], params, opt_state)
-            params, opt_state, slots = prepared
-            step_rows[name] = step_rows[name], slots
+            params, opt_state, step_rows[name] = prepared
         params, opt_state, value, grads = self._step(
             params, opt_state, arguments[1], step_rows
         )
@@ -294,9 +293,8 @@ class TrainStep:
         for name in caches.keys() & ids.keys():
             height = self._engine.tables[name].height
             rows = distinct_rows(name, ids.pop(name), height, "drop")
-            padded = np.full(capacity(name, rows.size, height), height, rows.dtype)
-            padded[: rows.size] = rows
-            cached[name] = padded
+            size = capacity(name, rows.size, height)
+            cached[name] = caches[name].batch(rows, size)
         return Request(ids, capacity, cached)
 
 
