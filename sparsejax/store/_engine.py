@@ -21,6 +21,7 @@ from sparsejax._rows import SelectedRows
 from sparsejax.store._history import History
 from sparsejax.store._in_flight import EarlyRows, ReadAhead, WorkQueue
 from sparsejax.store._mesh import Devices
+from sparsejax.store._processes import Processes
 from sparsejax.store._requested import check_rows, distinct_rows
 from sparsejax.store._table import Table
 
@@ -82,9 +83,10 @@ class Engine:
 
     def __init__(self, mesh: Any):
         self.devices = None if mesh is None else Devices(mesh)
-        # The index of this process, and the number of processes that share the rows.
-        self.process = 0 if self.devices is None else self.devices.process
-        self.count = 1 if self.devices is None else self.devices.count
+        self.processes = Processes()
+        if self.devices is not None:
+            place = self.devices.process, self.devices.count
+            self.processes = Processes(*place, self.devices.gather)
         self.tables: dict[str, Table] = {}
         self.queue = WorkQueue()
         self.history = History()

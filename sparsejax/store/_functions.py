@@ -26,7 +26,7 @@ from sparsejax import _arguments
 from sparsejax._rows import is_selected_rows
 from sparsejax.store._engine import CapacityOf, Engine
 from sparsejax.store._optimizer import on_host
-from sparsejax.store._requested import Capacities, capacity_for
+from sparsejax.store._requested import Capacities
 from sparsejax.store._tree_tables import (
     Pulled,
     caches_of,
@@ -146,9 +146,8 @@ class Program(NamedTuple):
         """Returns the capacity of each table: given, or measured and only growing."""
 
         def capacity(name, count, height):
-            given = capacities.given(name)
-            if given is not None:
-                return capacity_for(name, count, height, given)
+            if capacities.given(name) is not None:
+                return capacities.pulled(name, count, height)
             return capacities.grow(name, count, min(self.counts[name], height))
 
         return capacity

@@ -19,7 +19,6 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax.store._requested import is_among
 
 
 # ------------------------------------------------------------------ rows of a batch
@@ -45,10 +44,6 @@ class EarlyRows:
             # Other modes copy through a temporary, to leave `out` as it is on an error.
             np.take(column, rows, axis=0, out=buffer[: rows.size], mode="clip")
             buffer[rows.size :] = 0
-
-    def mark_stale(self, written: np.ndarray | None) -> None:
-        """Marks the distinct ascending rows `written`, or all rows if it is None."""
-        self.is_stale |= True if written is None else is_among(self.rows, written)
 
     def read_stale(self) -> None:
         """Reads the stale rows again."""

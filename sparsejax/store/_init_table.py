@@ -1,7 +1,6 @@
 """Checks the arguments of `KVStore.init`, and makes the table."""
 
 import dataclasses
-import os
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from sparsejax.store._journal import roll_back
 from sparsejax.store._mapped import MappedFile, Memory
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer
+from sparsejax.store._processes import Processes
 from sparsejax.store._requested import check_not_traced
 from sparsejax.store._table import Table, TableSpec
 
@@ -25,7 +25,7 @@ from sparsejax.store._table import Table, TableSpec
 _CALL = "KVStore.init"
 
 
-def spec_of(
+def make_table(
     name: str,
     shape_or_array: Any,
     tx: Any,
@@ -33,26 +33,30 @@ def spec_of(
     key: Any,
     dtype: Any,
     keys: Any,
-    place: tuple[int, int],
-) -> tuple[TableSpec, np.ndarray | None]:
-    """Returns the table described by `KVStore.init`'s arguments, and its given weights.
+    path: Any,
+    processes: Processes,
+    history: History,
+) -> Table:
+    """Makes a table in memory, or in a file, which it opens if it exists.
 
     Args:
-      name, shape_or_array, tx, initializer, key, dtype, keys: as in `KVStore.init`.
-      place: the index of this process, and the number of processes that share the rows.
+      name, shape_or_array, tx, initializer, key, dtype, keys, path: as in
+        `KVStore.init`.
+      processes: that share the rows.
+      history: of the store.
     """
     check_not_traced(name, "weights", shape_or_array)
     shape, array = _shape_or_array(name, shape_or_array)
     if array is not None:
         array = array.astype(dtype or array.dtype)
     dtype = np.dtype(dtype or np.float32) if array is None else array.dtype
-    _check_keys(name, keys, array, place[1])
+    _check_keys(name, keys, array, processes.count)
     _check_shape_and_optimizer(name, shape, dtype, tx)
     key = _arguments.as_key(key, from_int=True)
     check_not_traced(name, "keys", key)
     if initializer is not None:
         _check_initializer(name, initializer, array, shape, dtype, key)
-    owners = Owners(shape[0], *place)
+    owners = Owners(shape[0], processes.process, processes.count)
     if owners.count > 1:
         shape = (owners.own_height, *shape[1:])
         if array is not None:
@@ -68,21 +72,14 @@ def spec_of(
         owners=owners,
         policy=keys,
     )
-    return spec, array
-
-
-def make_table(
-    spec: TableSpec, array: np.ndarray | None, path: Any, history: History
-) -> Table:
-    """Makes the table in memory or in the file `path`, which it opens if it exists."""
     initial = {} if array is None else {0: array}
     if spec.optimizer is not None:
-        _, other_state = spec.optimizer.init(np.zeros((1, *spec.shape[1:]), spec.dtype))
+        _, other_state = spec.optimizer.init(np.zeros((1, *shape[1:]), dtype))
         initial |= dict(enumerate(other_state, 2 + sum(spec.optimizer.by_row)))
     if path is None:
         return Table(spec, Memory(spec.arrays(), initial), history)
-    path = own_path(as_path(_CALL, path), spec.owners.process, spec.owners.count)
-    memory = MappedFile(path, spec.arrays(), initial, spec.describe(), spec.name)
+    path = processes.own_path(as_path(_CALL, path))
+    memory = MappedFile(path, spec.arrays(), initial, spec.describe(), name)
     table = Table(spec, memory, history)
     if not memory.is_new:
         history.forget()  # it does not say which rows changed when
@@ -95,11 +92,6 @@ def make_table(
         table.close()
         raise
     return table
-
-
-def own_path(path: Any, process: int, count: int) -> Any:
-    """Returns the path of the file of this process, if there are several."""
-    return path if count == 1 else f"{os.fspath(path)}.{process}-of-{count}"
 
 
 def _shape_or_array(name: str, x: Any) -> tuple[tuple[int, ...], Any]:

@@ -93,7 +93,7 @@ class Journal:
             return self._file
         name = secrets.token_hex(8)
         file = open(self._path, "wb")
-        _records.write_header(file, MAGIC, {"id": name})
+        file.write(_records.header_bytes(MAGIC, {"id": name}))
         _append(file, 0, self._table.rest)
         os.fsync(file.fileno())
         self._table.journal = name

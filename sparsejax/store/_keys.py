@@ -10,22 +10,21 @@ A row whose count is 0 has no key. To reuse a row, its count is set to 0,
 then its weights and state are cleared, then the new key and step are written, and the
 count last. So no key has the weights of another key, whenever the process is killed.
 
-`TableKeys` does not know its table: it returns a plan, which `Table.insert` applies.
+`TableKeys` does not know its table: it calls a function that clears rows.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from sparsejax import _arguments
-from sparsejax._hashing import hash_words
+from sparsejax._hashing import hash_words, mix
 from sparsejax._index.policy import KeyPolicy, eviction_orders, window_length
-from sparsejax.store._key_map import KeyMap
 from sparsejax.store._requested import sorted_unique
 
 
@@ -33,31 +32,8 @@ _MIN_SIGHTINGS, _MAX_SIGHTINGS = 1 << 10, 1 << 22  # keys in each of two generat
 
 _COLUMNS = 3  # arrays that have an entry for each row
 _HAND, _YOUNG = 0, 1  # places in the cursor
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Insertion:
-    """A plan of `TableKeys`, which `Table.insert` applies.
-
-    Args:
-      step: int, of the call.
-      known: the rows of keys that have one.
-      free: the rows without a key that new keys get, ascending.
-      evicted: the rows whose keys are evicted for new keys, ascending.
-      added: int64, the new keys: of the rows `free`, then of the rows `evicted`.
-      refused: the number of admitted keys that get no row.
-      waiting: the number of keys that are not admitted yet.
-      window: the number of rows that were searched; 0 if none is evicted.
-    """
-
-    step: int
-    known: np.ndarray
-    free: np.ndarray
-    evicted: np.ndarray
-    added: np.ndarray
-    refused: int
-    waiting: int
-    window: int
+_FREE, _REMOVED = 0, -1  # in a hash table, instead of a row number plus 1
+_MIN_SLOTS = 1 << 10
 
 
 class TableKeys:
@@ -136,12 +112,16 @@ class TableKeys:
         rows = np.where(rows < 0, self.height, rows).reshape(keys.shape)
         return rows.astype(_arguments.index_dtype(self.height))
 
-    def plan(
-        self, keys: np.ndarray, step: int, where: np.ndarray | None, held_steps: int
-    ) -> Insertion:
-        """Plans the changes that `KVStore.insert` of these keys makes.
-
-        Only the sightings of keys that wait for admission are counted at once.
+    def insert(
+        self,
+        keys: np.ndarray,
+        step: int,
+        where: np.ndarray | None,
+        held_steps: int,
+        check: Callable[[np.ndarray], None],
+        clear: Callable[[np.ndarray], None],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Gives rows to new keys, and marks all keys as used.
 
         Args:
           keys: int64, of any shape.
@@ -149,62 +129,53 @@ class TableKeys:
           where: a mask of the keys that count, or None for all of them.
           held_steps: keys that were used in this many steps before `step`, or since,
             are not evicted.
+          check: is called with the rows whose keys are to be evicted, and may raise;
+            only the sightings of keys that wait for admission are counted then.
+          clear: makes rows fresh.
+
+        Returns:
+          The rows that have a key of `keys`, and the rows whose keys were evicted,
+          ascending.
         """
         wanted = keys.reshape(-1) if where is None else keys[where]
         distinct = sorted_unique(wanted.view(np.uint64)).view(np.int64)
         rows = self._map.find(distinct)
-        is_new = rows < 0
-        known_rows, new = rows[~is_new], distinct[is_new]
+        known, new = rows[rows >= 0], distinct[rows < 0]
         waiting = self._sightings.waiting(new, self.policy.admit_after)
         admitted = new[~waiting]
         free = self._free(admitted.size)
         limit = self.policy.max_evictions
         limit = wanted.size if limit is None else limit
         needed = min(admitted.size - free.size, limit)
-        evicted = self._victims(needed, step - held_steps, known_rows)
-        return Insertion(
-            step=step,
-            known=known_rows,
-            free=free,
-            evicted=evicted,
-            added=admitted[: free.size + evicted.size],
-            refused=int(admitted.size - free.size - evicted.size),
-            waiting=int(np.count_nonzero(waiting)),
-            window=self._window(needed) if evicted.size else 0,
-        )
-
-    def release(self, evicted: np.ndarray) -> None:
-        """Takes the keys of these rows away; the caller then clears the rows."""
+        evicted = self._victims(needed, step - held_steps, known)
+        check(evicted)
+        clear(free)
         self._map.remove(self.keys[evicted])
         self.counts[evicted] = 0
-
-    def commit(self, plan: Insertion) -> None:
-        """Makes the changes of a plan whose rows are released and cleared."""
-        self.last_step[plan.known] = plan.step
-        self.counts[plan.known] += 1
-        given = np.concatenate([plan.free, plan.evicted])
-        self.keys[given] = plan.added
-        self.last_step[given] = plan.step
+        clear(evicted)
+        self.last_step[known] = step
+        self.counts[known] += 1
+        given = np.concatenate([free, evicted])
+        added = admitted[: given.size]
+        self.keys[given] = added
+        self.last_step[given] = step
         self.counts[given] = 1  # last: a row with a count is whole, even after a kill
-        self._map.add(plan.added, given)
-        self._take(plan.free)
-        if plan.window:
-            self._cursor[_HAND] = (self._hand() + plan.window) % self.height
-        self.evicted += int(plan.evicted.size)
-        self.refused += plan.refused
-        self.waiting += plan.waiting
+        self._map.add(added, given)
+        holes = min(free.size, self._holes.size)
+        self._holes, self._end = self._holes[holes:], self._end + free.size - holes
+        if evicted.size:
+            window = self._window(needed)
+            self._cursor[_HAND] = (self._hand() + window) % self.height
+        self.evicted += int(evicted.size)
+        self.refused += int(admitted.size - given.size)
+        self.waiting += int(np.count_nonzero(waiting))
+        return np.concatenate([known, given]), evicted
 
     def _free(self, count: int) -> np.ndarray:
         """Returns at most `count` rows that have no key, ascending."""
         holes = self._holes[:count]
         end = min(self._end + count - holes.size, self.height)
         return np.concatenate([holes, np.arange(self._end, end)])
-
-    def _take(self, free: np.ndarray) -> None:
-        """Marks these rows, which `_free` returned, as taken."""
-        taken = min(free.size, self._holes.size)
-        self._holes = self._holes[taken:]
-        self._end += free.size - taken
 
     def _hand(self) -> int:
         """Returns the row at which the next window begins."""
@@ -216,7 +187,7 @@ class TableKeys:
     def _victims(self, count: int, step: int, known: np.ndarray) -> np.ndarray:
         """Returns `count` rows or less of keys last used before `step`, ascending.
 
-        The rows `known` belong to keys of this call, which `commit` marks as used.
+        The rows `known` belong to keys of this call.
         """
         if count <= 0:
             return np.zeros((0,), np.int64)
@@ -314,6 +285,86 @@ class _Generation:
 
     def contents(self) -> tuple[np.ndarray, np.ndarray]:
         return self._keys[: self.size], self._counts[: self.size]
+
+
+class KeyMap:
+    """A hash table from keys of 64 bits to rows, for whole batches at once.
+
+    Open addressing with linear probing: a slot holds a row number, and the key is read
+    from the array that has the key of each row. A batch is searched in a few passes,
+    each of which looks at one slot of each key that is not found yet. At most half of
+    the slots are in use; if more are needed, the table grows. The hash is salted at
+    random, so that keys cannot be chosen to collide. No result depends on the salt.
+
+    Args:
+      keys: int64, the array with the key of each row. The caller writes a key before
+        `add`, and after `remove`.
+    """
+
+    def __init__(self, keys: np.ndarray):
+        self._keys = keys
+        self._salt = np.uint64(secrets.randbits(64))
+        self._used = self._removed = 0
+        self._slots = np.zeros((_MIN_SLOTS,), np.int64)
+
+    def __len__(self) -> int:
+        return self._used
+
+    def find(self, keys: np.ndarray) -> np.ndarray:
+        """Returns the row of each key, int64 `[n]`, or -1."""
+        return self._slots[self._locate(keys)] - 1
+
+    def add(self, keys: np.ndarray, rows: np.ndarray) -> None:
+        """Adds distinct keys that are not in the table."""
+        if 2 * (self._used + self._removed + keys.size) > self._slots.size:
+            self._rebuild(self._used + keys.size)
+        self._used += keys.size
+        place = self._first(keys)
+        rows = rows.astype(np.int64) + 1
+        while rows.size:
+            entries = self._slots[place]
+            free = entries <= _FREE
+            # If several keys hash to one slot, the last write wins.
+            self._slots[place[free]] = rows[free]
+            settled = self._slots[place] == rows
+            self._removed -= int(np.count_nonzero(settled & (entries == _REMOVED)))
+            place = self._next(place[~settled])
+            rows = rows[~settled]
+
+    def remove(self, keys: np.ndarray) -> None:
+        """Removes distinct keys that are in the table."""
+        self._slots[self._locate(keys)] = _REMOVED
+        self._used -= keys.size
+        self._removed += keys.size
+
+    def _locate(self, keys: np.ndarray) -> np.ndarray:
+        """Returns the slot of each key; a free slot for a key not in the table."""
+        out = np.zeros(keys.shape, np.int64)
+        place, left = self._first(keys), np.arange(keys.size)
+        while left.size:
+            entries = self._slots[place]
+            at = np.maximum(entries - 1, 0)
+            is_key = (entries > _FREE) & (self._keys[at] == keys)
+            settled = is_key | (entries == _FREE)
+            out[left[settled]] = place[settled]
+            place = self._next(place[~settled])
+            left, keys = left[~settled], keys[~settled]
+        return out
+
+    def _first(self, keys: np.ndarray) -> np.ndarray:
+        mixed = mix(keys.view(np.uint64) ^ self._salt)
+        return (mixed & np.uint64(self._slots.size - 1)).astype(np.int64)
+
+    def _next(self, place: np.ndarray) -> np.ndarray:
+        return (place + 1) & (self._slots.size - 1)
+
+    def _rebuild(self, count: int) -> None:
+        """Makes a new table for `count` keys, which is at most half full."""
+        rows = self._slots[self._slots > _FREE] - 1
+        size = max(_MIN_SLOTS, _arguments.next_power_of_two(4 * count))
+        self._slots = np.zeros((size,), np.int64)
+        self._used = self._removed = 0
+        self.add(self._keys[rows], rows)
 
 
 def specs_of_keys(height: int) -> list[jax.ShapeDtypeStruct]:

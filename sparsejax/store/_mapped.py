@@ -144,9 +144,8 @@ class MappedFile:
     def describe(self, header: dict[str, Any]) -> None:
         """Replaces the description of the table, and waits for the disk."""
         self._file.seek(0)
-        self._file.write(
-            _header_of(header)
-        )  # at once: a kill leaves the old or the new
+        # At once: a kill leaves the old or the new one.
+        self._file.write(_header_of(header))
         os.fsync(self._file.fileno())
 
     def flush(self) -> None:
@@ -177,13 +176,12 @@ class MappedFile:
 
 def _header_of(header: dict[str, Any]) -> bytes:
     """Returns the first bytes of the file."""
-    file = io.BytesIO()
-    _records.write_header(file, MAGIC, header)
-    if file.tell() > _START:
+    encoded = _records.header_bytes(MAGIC, header)
+    if len(encoded) > _START:
         raise ValueError(
             f"{_INIT}: the optimizer state has too many arrays for a file."
         )
-    return file.getvalue()
+    return encoded
 
 
 def _create(

@@ -61,6 +61,12 @@ class Processes:
             )
         return result  # type: ignore
 
+    def own_path(self, path: Any) -> Any:
+        """Returns the path of the file of this process, if there are several."""
+        if self.count == 1:
+            return path
+        return f"{os.fspath(path)}.{self.process}-of-{self.count}"
+
     def save(self, path: Any, write: Callable[[str], Any]) -> None:
         """Makes a save: `write(path)` writes the file of this process. A collective."""
         if self.count == 1:

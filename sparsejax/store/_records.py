@@ -110,19 +110,17 @@ def decode_key(encoded: dict[str, Any]) -> jax.Array:
 # ------------------------------------------------------------------ headers
 
 
-def write_header(file: BinaryIO, magic: bytes, header: dict[str, Any]) -> None:
-    """Writes the magic bytes, then length, checksum and text of a JSON header."""
+def header_bytes(magic: bytes, header: dict[str, Any]) -> bytes:
+    """Returns the magic bytes, then length, checksum and text of a JSON header."""
     text = json.dumps(header).encode()
     length, checksum = len(text), zlib.crc32(text)
-    file.write(
-        magic + length.to_bytes(8, "little") + checksum.to_bytes(4, "little") + text
-    )
+    return magic + length.to_bytes(8, "little") + checksum.to_bytes(4, "little") + text
 
 
 def read_header(
     path: Any, file: BinaryIO, magic: bytes, schema: dict[str, Any]
 ) -> dict[str, Any]:
-    """Reads a header of `write_header`, or raises a ValueError.
+    """Reads a header of `header_bytes`, or raises a ValueError.
 
     Args:
       path: for messages.
@@ -165,36 +163,25 @@ def check_json(value: Any, schema: Any, where: str) -> None:
       value: from `json.loads`.
       schema: `int` for integers from 0 to 2^63 - 1; another type for its values;
         `object` for anything; a list of one schema for a list; a dict of schemas by key
-        for a dict. In a dict, a key that ends with "?" may be missing, and "*" is any
-        other key; without "*" other keys are ignored.
+        for a dict, in which a key that ends with "?" may be missing, and other keys are
+        ignored; `{"*": schema}` for a dict with any keys.
       where: the place of the value, for messages.
     """
-    if not _has_form(value, schema):
-        is_short = isinstance(value, (int, float, str))
-        shown = repr(value)[:40] if is_short else f"a {type(value).__name__}"
-        raise ValueError(f"{where} has an unexpected value, {shown}")
+    kind = type(schema) if isinstance(schema, (list, dict)) else schema
+    is_in_range = kind is not int or (type(value) is int and 0 <= value < 1 << 63)
+    if not isinstance(value, kind) or not is_in_range:
+        raise ValueError(f"{where} has an unexpected value, {repr(value)[:40]}")
     if isinstance(schema, list):
         for place, item in enumerate(value):
             check_json(item, schema[0], f"{where}[{place}]")
     elif isinstance(schema, dict):
-        for key, one in schema.items():
-            name = key.removesuffix("?")
+        schemas = dict.fromkeys(value, schema["*"]) if "*" in schema else schema
+        for key, one in schemas.items():
+            name = key if key in value else key.removesuffix("?")
             if name in value:
                 check_json(value[name], one, f"{where}[{name!r}]")
-            elif key == name and key != "*":
+            elif key == name:
                 raise ValueError(f"{where}[{key!r}] is missing")
-        if "*" in schema:
-            for key in value.keys() - schema.keys():
-                check_json(value[key], schema["*"], f"{where}[{key!r}]")
-
-
-def _has_form(value: Any, schema: Any) -> bool:
-    """Returns True if a value is as a schema says, apart from its items."""
-    if isinstance(schema, (list, dict)):
-        return isinstance(value, type(schema))
-    if schema is int:  # type(True) is bool
-        return type(value) is int and 0 <= value < 1 << 63
-    return isinstance(value, schema)
 
 
 # ------------------------------------------------------------------ records

@@ -159,6 +159,10 @@ class Capacities:
         given = self._given
         return given.get(name) if isinstance(given, Mapping) else given
 
+    def pulled(self, name: str, count: int, height: int) -> int:
+        """Returns the capacity of a pull: given, or the next power of two."""
+        return capacity_for(name, count, height, self.given(name))
+
     def grow(self, name: Any, count: int, most: int | None = None) -> int:
         """Returns the capacity for `count`, at least the one of earlier calls."""
         if count > self.measured.get(name, 0) or name not in self.measured:

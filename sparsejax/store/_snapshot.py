@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,29 +106,29 @@ def _check_readable(tables: Mapping[str, Table]) -> None:
         table.check_written_back()
 
 
-class Part(NamedTuple):
-    """The arrays of a table in a record, apart from its columns.
+# The arrays of a table in a record by member, apart from its columns.
+Part = dict[str, np.ndarray]
 
-    Args:
-      rows, kinds: of the rows that changed.
-      rest: the leaves of state without rows.
-      keys: a column for each array of keys that has rows.
-      sightings: of keys that have no row.
-    """
 
-    rows: np.ndarray
-    kinds: np.ndarray
-    rest: Sequence[np.ndarray]
-    keys: Sequence[np.ndarray]
-    sightings: Sequence[np.ndarray]
+def _numbered(field: str, arrays: Iterable[np.ndarray]) -> Part:
+    return {f"{field}.{i}": array for i, array in enumerate(arrays)}
 
-    def columns(self, table: Table, state: bool) -> dict[str, tuple[Any, np.ndarray]]:
-        """Returns the columns in the record: by member an array and its rows."""
-        columns = {"weights": (table.weights, self.rows[self.kinds != _GONE])}
-        if state:
-            whole = self.rows[self.kinds == _WHOLE]
-            columns |= {f"state.{i}": (x, whole) for i, x in enumerate(table.by_row)}
-        return columns
+
+def _arrays(part: Part, field: str) -> list[np.ndarray]:
+    """Inverts `_numbered`."""
+    return [x for member, x in part.items() if member.startswith(f"{field}.")]
+
+
+def _columns(
+    table: Table, part: Part, state: bool
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns the columns in a record: by member an array and its rows."""
+    rows, kinds = part["rows"], part["kinds"]
+    columns = {"weights": (table.weights, rows[kinds != _GONE])}
+    if state:
+        for member, array in _numbered("state", table.by_row).items():
+            columns[member] = array, rows[kinds == _WHOLE]
+    return columns
 
 
 def write(
@@ -160,23 +160,26 @@ def write(
         rows = {name: _all_rows(table) for name, table in tables.items()}
     else:
         rows = changed_since(tables, history, since)
-    parts, descriptions = {}, {}
+    parts: dict[str, Part] = {}
+    descriptions = {}
     for name, table in tables.items():
-        sizes, sightings = {}, []
-        if state and table.keys is not None:
-            sizes, sightings = table.keys.sightings()
-            sizes = {"sightings": sizes}
+        changed = rows[name]
         is_given = _GIVEN if table.spec.given else _GONE
-        kinds = np.where(table.touched[rows[name]] != 0, _WHOLE, is_given)
-        keys = [] if table.keys is None else [x[rows[name]] for x in table.keys.columns]
-        rest = table.rest if state else []
-        parts[name] = Part(rows[name], kinds.astype(np.uint8), rest, keys, sightings)
+        kinds = np.where(table.touched[changed] != 0, _WHOLE, is_given)
+        parts[name] = part = {"rows": changed, "kinds": kinds.astype(np.uint8)}
         descriptions[name] = table.description() | {
             "rows": kinds.size,
             "weights": int(np.count_nonzero(kinds)),
             "whole": int(np.count_nonzero(kinds == _WHOLE)),
-            **sizes,
         }
+        if state:
+            part |= _numbered("rest", table.rest)
+        if table.keys is not None:
+            part |= _numbered("keys", (x[changed] for x in table.keys.columns))
+            if state:
+                sizes, sightings = table.keys.sightings()
+                part |= _numbered("sightings", sightings)
+                descriptions[name]["sightings"] = sizes
     header = {
         "run": history.run,
         "since": since,
@@ -198,13 +201,9 @@ def write(
     with replacing(path) as file:
         with contextlib.closing(Writer(file, header)) as writer:
             for k, (name, part) in enumerate(parts.items()):
-                for field, value in part._asdict().items():
-                    if isinstance(value, np.ndarray):
-                        writer.array(f"{k}.{field}", value)
-                    else:
-                        for i, array in enumerate(value):
-                            writer.array(f"{k}.{field}.{i}", array)
-                columns = part.columns(tables[name], state)
+                for member, array in part.items():
+                    writer.array(f"{k}.{member}", array)
+                columns = _columns(tables[name], part, state)
                 for member, (column, ids) in columns.items():
                     spec = (ids.size, *column.shape[1:]), column.dtype
                     writer.chunks(f"{k}.{member}", spec, chunks(column, ids))
@@ -331,15 +330,12 @@ class Record:
 
     def _read_part(self, reader: Reader, k: int, name: str) -> Part:
         table, saved = self.tables[name], self.header["tables"][name]
-
-        def read(field):
-            return [
-                reader.array(f"{k}.{member}", spec)
-                for member, spec in self._specs[name].items()
-                if member.split(".")[0] == field
-            ]
-
-        (rows,), (kinds,), *others = map(read, Part._fields)
+        part = {
+            member: reader.array(f"{k}.{member}", spec)
+            for member, spec in self._specs[name].items()
+            if member.split(".")[0] not in ("weights", "state")
+        }
+        rows, kinds = part["rows"], part["kinds"]
         in_range = not rows.size or (rows[0] >= 0 and rows[-1] < table.height)
         if not in_range or (rows[1:] <= rows[:-1]).any():
             raise self.damaged(name, "its rows are not ascending row ids")
@@ -350,18 +346,12 @@ class Record:
             or (kinds == (_GONE if saved["given"] else _GIVEN)).any()
         ):
             raise self.damaged(name, "kinds of rows do not add up")
-        part = Part(rows, kinds, *others)
-        if part.keys:
-            keys, _, counts = part.keys
-            used = keys[counts > 0]
-            if (counts < 0).any() or np.unique(used).size != used.size:
-                raise self.damaged(name, "a key has several rows")
         return part
 
     def _read_columns(self, reader: Reader, put: Any) -> None:
         """Calls `put(column, rows, values)` for all values of all columns."""
         for k, (name, part) in enumerate(self.parts.items()):
-            columns = part.columns(self.tables[name], self.header["state"])
+            columns = _columns(self.tables[name], part, self.header["state"])
             for member, (column, ids) in columns.items():
                 start, spec = 0, self._specs[name][member]
                 for values in reader.chunks(f"{k}.{member}", spec):
@@ -422,11 +412,6 @@ class Record:
 # ------------------------------------------------------------------ changing the tables
 
 
-def load(record: Record, history: History) -> None:
-    """Replaces all tables by a save, with their keys and given weights."""
-    _put(record, history, replaces=True, is_save=True)
-
-
 def apply(
     path: str | os.PathLike[str], tables: Mapping[str, Table], history: History
 ) -> dict[str, Changes]:
@@ -456,10 +441,10 @@ def apply(
             f"{path} has the changes since version {since}, but this store is at "
             f"version {history.version}. First apply the files between them."
         )
-    return _put(record, history, replaces=replaces, is_save=False)
+    return put(record, history, replaces=replaces, is_save=False)
 
 
-def _put(
+def put(
     record: Record, history: History, *, replaces: bool, is_save: bool
 ) -> dict[str, Changes]:
     """Writes a record to its tables, which are half loaded until the last row.
@@ -474,24 +459,25 @@ def _put(
     others = dict.fromkeys(tables, np.zeros((0,), np.int64))
     if replaces:
         for name, table in tables.items():
-            rows = record.parts[name].rows
+            rows = record.parts[name]["rows"]
             others[name] = np.setdiff1d(_all_rows(table), rows, assume_unique=True)
     new_keys = {}  # by table: rows, and columns of keys, which other rows lose
     for name, table in tables.items():
         if table.keys is not None:
             part, gone = record.parts[name], others[name]
             free = np.zeros(gone.shape, np.int64)
-            columns = [np.concatenate([x, free]) for x in part.keys]
-            new_keys[name] = np.concatenate([part.rows, gone]), columns
+            columns = [np.concatenate([x, free]) for x in _arrays(part, "keys")]
+            new_keys[name] = np.concatenate([part["rows"], gone]), columns
             if not table.keys.can_replace(*new_keys[name]):
                 raise record.damaged(name, "a key has several rows")
     if not header["state"]:  # rows start with state, which a usable table allows
         for name, part in record.parts.items():
-            tables[name].touch(part.rows[part.kinds == _WHOLE])
+            tables[name].touch(part["rows"][part["kinds"] == _WHOLE])
     changes = {}
     with _marked_as_loading(tables), history.one_change():
         for name, table in tables.items():
-            part, there, gone = record.parts[name], header["tables"][name], others[name]
+            rows, kinds = record.parts[name]["rows"], record.parts[name]["kinds"]
+            there, gone = header["tables"][name], others[name]
             evicted = np.zeros((0,), np.int64)
             if is_save:
                 key, given = there["key"], there["given"]
@@ -500,25 +486,25 @@ def _put(
             if table.keys is not None:
                 evicted = table.keys.replace(*new_keys[name])
             # Without the state of rows that were trained and are not any more.
-            old = part.rows[(part.kinds != _WHOLE) & (table.touched[part.rows] != 0)]
+            old = rows[(kinds != _WHOLE) & (table.touched[rows] != 0)]
             table.clear(np.sort(np.concatenate([old, gone]), kind="stable"))
             # Marked before they are written, so that a later load clears them.
-            table.touched[part.rows] = 1
-            changed = np.sort(np.concatenate([part.rows, gone]), kind="stable")
+            table.touched[rows] = 1
+            changed = np.sort(np.concatenate([rows, gone]), kind="stable")
             changes[name] = Changes(table.ids_of(changed), np.sort(evicted))
         record.write()
         history.follow(header["run"], header["version"])
         for name, table in tables.items():
             part = record.parts[name]
-            table.touched[part.rows] = part.kinds == _WHOLE
-            for leaf, new in zip(table.rest, part.rest):
+            table.touched[part["rows"]] = part["kinds"] == _WHOLE
+            for leaf, new in zip(table.rest, _arrays(part, "rest")):
                 leaf[...] = new
-            if table.keys is not None and part.sightings:
+            if table.keys is not None and header["state"]:
                 sizes = header["tables"][name]["sightings"]
-                table.keys.restore_sightings(sizes, part.sightings)
+                table.keys.restore_sightings(sizes, _arrays(part, "sightings"))
             if replaces:
                 table.forget_changes()
-            table.mark_changed(part.rows)
+            table.mark_changed(part["rows"])
         if replaces:
             history.known_since = history.version
     return changes

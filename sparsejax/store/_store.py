@@ -19,14 +19,12 @@ from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTr
 from sparsejax._index.policy import KeyPolicy
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _functions, _saved_tree, _snapshot
-from sparsejax.store._engine import CapacityOf, Engine, Request
-from sparsejax.store._init_table import make_table, own_path, spec_of
+from sparsejax.store._engine import Engine, Request
+from sparsejax.store._init_table import make_table
 from sparsejax.store._keys import TableKeys, as_keys, as_where
 from sparsejax.store._mesh import of_all_processes
-from sparsejax.store._processes import Processes
 from sparsejax.store._requested import (
     Capacities,
-    capacity_for,
     check_not_traced,
     check_rows,
 )
@@ -116,10 +114,6 @@ class KVStore:
 
     def __init__(self, mesh: Mesh | None = None):
         self.engine: Any = Engine(mesh)  # its types are not for users
-        self._processes, devices = Processes(), self.engine.devices
-        if devices is not None:
-            place = devices.process, devices.count
-            self._processes = Processes(*place, devices.gather)
 
     def __contains__(self, name: object) -> bool:
         return name in self.engine.tables
@@ -202,7 +196,7 @@ class KVStore:
                 f"KVStore.init: table {name!r} already exists. Use another name, or "
                 "push to the existing table."
             )
-        spec, array = spec_of(
+        table = make_table(
             name,
             shape_or_array,
             tx,
@@ -210,9 +204,10 @@ class KVStore:
             key,
             dtype,
             keys,
-            (self.engine.process, self.engine.count),
+            path,
+            self.engine.processes,
+            self.engine.history,
         )
-        table = make_table(spec, array, path, self.engine.history)
         self.engine.run(lambda: self.engine.tables.update({name: table}))
 
     def names(self) -> tuple[str, ...]:
@@ -452,12 +447,12 @@ class KVStore:
           ValueError: ids are out of range, or there are more rows than `capacity` (the
             message has the number). With several processes, all of them raise it.
         """
+        capacities = self._capacities(capacity)
         if not isinstance(name, Mapping):
-            return self.engine.pull({name: ids}, _given(capacity), mode)[name]
+            return self.engine.pull({name: ids}, capacities.pulled, mode)[name]
         if ids is not None:
             raise TypeError("KVStore.pull: leave out ids, which are in the dict.")
-        self._check_capacity(capacity)
-        return self.engine.pull(name, _given(capacity), mode)
+        return self.engine.pull(name, capacities.pulled, mode)
 
     def row_sparse_pull(self, name: str, row_ids: ArrayLike) -> SelectedRows:
         """Pulls the rows of `row_ids` without empty slots, as in MXNet.
@@ -543,8 +538,7 @@ class KVStore:
                 "KVStore.prefetch: ids_of must be a function that takes a batch and "
                 f"returns its ids, got {_arguments.kind_of(ids_of)}."
             )
-        self._check_capacity(capacity)
-        capacity_of = _given(capacity)
+        capacity_of = self._capacities(capacity).pulled
 
         def request_of(batch):
             ids = ids_of(batch)
@@ -716,15 +710,14 @@ class KVStore:
           TypeError: `fun` is not a function, or `tx` not a transformation.
           KeyError: `capacity` has a table that does not exist.
         """
-        self._check_capacity(capacity)
-        return TrainStep(self.engine, fun, tx, has_aux, capacity, tables, donate)
+        capacities = self._capacities(capacity)
+        return TrainStep(self.engine, fun, tx, has_aux, capacities, tables, donate)
 
     def _on_pulled_rows(
         self, fun: Callable[..., Any], body: Callable[..., Any], capacity: Any
     ) -> Callable[..., Any]:
         """Makes `body(rows, (args, kwargs), ())` a function of `fun`'s arguments."""
-        self._check_capacity(capacity)
-        capacities, engine = Capacities(capacity), self.engine
+        capacities, engine = self._capacities(capacity), self.engine
         row_ids = _functions.RowIds(engine, lambda args, kw: fun(*args, **kw))
         run = _functions.jitted(body)
 
@@ -864,7 +857,7 @@ class KVStore:
                 work = lambda: _snapshot.write(*arguments, all_rows=True)
                 self.engine.run(work)
 
-            self._processes.save(path, write)
+            self.engine.processes.save(path, write)
 
     def load(
         self,
@@ -899,7 +892,7 @@ class KVStore:
             changed.
           RuntimeError: another process failed.
         """
-        processes = self._processes
+        processes = self.engine.processes
         tables, history = self.engine.tables, self.engine.history
         with _progress.progress_reporter("KVStore.load", progress) as report:
             path = processes.saved(path)
@@ -907,8 +900,8 @@ class KVStore:
                 path, tables, report, replaces=True, tree=extra
             )
             record = processes.run(lambda: self.engine.run(check))
-            read = lambda: _snapshot.load(record, history)
-            processes.run(lambda: self.engine.run(read))
+            put = lambda: _snapshot.put(record, history, replaces=True, is_save=True)
+            processes.run(lambda: self.engine.run(put))
             return record.tree
 
     # -- what changed -----------------------------------------------------------------
@@ -1015,7 +1008,7 @@ class KVStore:
         """
         since = _arguments.static_int("since", since)
         state = _arguments.check_bool("state", state)
-        path = own_path(path, self.engine.process, self.engine.count)
+        path = self.engine.processes.own_path(path)
         arguments = path, self.engine.tables, self.engine.history, since, state
         return self.engine.run(lambda: _snapshot.write(*arguments))
 
@@ -1053,7 +1046,7 @@ class KVStore:
         Example:
           See `export_changes`.
         """
-        path = own_path(path, self.engine.process, self.engine.count)
+        path = self.engine.processes.own_path(path)
         tables, history = self.engine.tables, self.engine.history
         return self.engine.run(lambda: _snapshot.apply(path, tables, history))
 
@@ -1092,20 +1085,15 @@ class KVStore:
             )
         return table, table.keys
 
-    def _check_capacity(self, capacity: Any) -> None:
-        """Raises unless `capacity` is an int or None, or a dict of them by table."""
+    def _capacities(self, capacity: Any) -> Capacities:
+        """Checks an argument: an int or None, or a dict of them by table."""
         by_name = capacity if isinstance(capacity, Mapping) else {None: capacity}
         for name, size in by_name.items():
             if name is not None:
                 self.engine.table(name)  # an unknown name would have no effect
             if size is not None:
                 _arguments.check_capacity(size)
-
-
-def _given(capacity: Any) -> CapacityOf:
-    """Returns capacities of `pull` and `prefetch`: given, or the next power of two."""
-    given = Capacities(capacity).given
-    return lambda name, count, height: capacity_for(name, count, height, given(name))
+        return Capacities(capacity)
 
 
 # ------------------------------------------------------------------ arguments

@@ -29,7 +29,7 @@ from sparsejax.store._keys import TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
 from sparsejax.store._records import CHUNK
-from sparsejax.store._requested import MIN_CAPACITY, bucket, places_of
+from sparsejax.store._requested import MIN_CAPACITY, bucket, is_among, places_of
 
 
 class TableStats(NamedTuple):
@@ -274,10 +274,10 @@ class Table:
         if early in self.in_flight:
             self.in_flight.remove(early)
 
-    def _mark_stale(self, written: np.ndarray | None) -> None:
-        """Marks distinct ascending rows, or all, in the batches in flight."""
-        for early in list(self.in_flight):  # CachedTable drops some on another thread
-            early.mark_stale(written)
+    def _mark_stale(self, written: np.ndarray) -> None:
+        """Marks distinct ascending rows in the batches in flight."""
+        for early in list(self.in_flight):  # a step drops some on another thread
+            early.is_stale |= is_among(early.rows, written)
 
     def peek(self, rows: np.ndarray, out: np.ndarray) -> None:
         """Copies weights of consecutive `rows` into `out`, without touching them."""
@@ -340,31 +340,32 @@ class Table:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Implements `KVStore.insert`: returns each key's row, and the evicted rows.
 
-        The arguments are described at `TableKeys.plan`.
+        The arguments are described at `TableKeys.insert`.
         """
         assert self.keys is not None
-        plan = self.keys.plan(keys, step, where, held_steps)
-        if plan.evicted.size and self.cache is not None:
-            raise RuntimeError(
-                f"Table {self.spec.name!r} is full (new keys without a row: "
-                f"{plan.evicted.size}), and a row that is in a CachedTable cannot "
-                "change hands. First call flush(params, opt_state) and close() of the "
-                "CachedTable, and make another one after insert; or refuse such keys, "
-                "KeyPolicy(max_evictions=0)."
-            )
+
+        def check(evicted):
+            if evicted.size and self.cache is not None:
+                raise RuntimeError(
+                    f"Table {self.spec.name!r} is full (new keys without a row: "
+                    f"{evicted.size}), and a row that is in a CachedTable cannot "
+                    "change hands. First call flush(params, opt_state) and close() of "
+                    "the CachedTable, and make another one after insert; or refuse "
+                    "such keys, KeyPolicy(max_evictions=0)."
+                )
+
+        # A row without a key may have weights: of a key that was removed before a kill,
+        # or of a row that was used by its id.
+        clear = lambda rows: self.clear(rows[self.touched[rows] != 0])
         with self.history.one_change():
-            # A row without a key may have weights: of a key that was removed before a
-            # kill, or of a row that was used by its id.
-            self.clear(plan.free[self.touched[plan.free] != 0])
-            self.keys.release(plan.evicted)
-            self.clear(plan.evicted)
-            self.keys.commit(plan)
-            for rows in (plan.known, plan.free):  # their use changed, or their key
-                self.changed_at.mark(rows, self.history.version)
+            used, evicted = self.keys.insert(
+                keys, step, where, held_steps, check, clear
+            )
+            self.changed_at.mark(used, self.history.version)
         rows = self.keys.find(keys)
         if where is not None:
             rows[~where] = self.height
-        return rows, plan.evicted.astype(rows.dtype)
+        return rows, evicted.astype(rows.dtype)
 
     # -- the first touch --------------------------------------------------------------
 

@@ -141,7 +141,8 @@ class TrainStep:
 
     Args:
       engine: of the store of the tables.
-      fun, tx, has_aux, capacity, tables, donate: as in `KVStore.train_step`.
+      fun, tx, has_aux, tables, donate: as in `KVStore.train_step`.
+      capacities: of the tables.
 
     Raises:
       TypeError: `fun` is not a function, or `tx` not a transformation.
@@ -172,7 +173,7 @@ class TrainStep:
         fun: Callable[[Any, Any], Any],
         tx: optax.GradientTransformation,
         has_aux: bool,
-        capacity: int | Mapping[str, int] | None,
+        capacities: Any,
         tables: PyTree,
         donate: bool,
     ):
@@ -184,7 +185,7 @@ class TrainStep:
             )
         donate = _arguments.check_bool("donate", donate)
         self._engine, self._ids = engine, RowIds(engine, fun)
-        self._capacities = Capacities(capacity)
+        self._capacities: Capacities = capacities
         self._step = RowsStep(
             engine, fun, tx, has_aux=has_aux, tables=tables, donate=donate
         )

@@ -26,6 +26,7 @@ import sparsejax as sj
 from examples import restart
 from helpers import assert_same_bits
 from sparsejax.store import _snapshot
+from sparsejax.store._processes import Processes
 
 
 pytestmark = [
@@ -175,7 +176,7 @@ def test_a_run_goes_on_after_a_host_has_died(tmp_path, monkeypatch):
 def _saved_tree(path, process=0, count=1):
     """All arrays of a table and the tree in a file, and the ids of its rows."""
     store = sj.store.KVStore()
-    store.engine.process, store.engine.count = process, count
+    store.engine.processes = Processes(process, count)
     store.init("table", (restart.V, restart.D), optax.adagrad(0.1))
     params = {"table": store["table"], "dense": np.zeros(restart.D, np.float32)}
     position = restart.make_loader().get_state()
@@ -183,7 +184,7 @@ def _saved_tree(path, process=0, count=1):
     report = lambda *_: None
     tables, history = store.engine.tables, store.engine.history
     record = _snapshot.Record(path, tables, report, replaces=True, tree=like)
-    _snapshot.load(record, history)
+    _snapshot.put(record, history, replaces=True, is_save=True)
     table = tables["table"]
     ids = table.spec.owners.ids(np.arange(table.height))
     return record.tree, ids, [np.array(x) for x in (table.weights, *table.by_row)]

@@ -14,7 +14,7 @@ import sparsejax as sj
 from helpers import assert_in_place, assert_same_bits, assert_trees_close
 from optimizers import SEPARABLE
 from oracle import run_steps, train_in_memory
-from sparsejax.store import _in_flight, _slots, _staging
+from sparsejax.store import _in_flight, _staging
 from sparsejax.store._tree_tables import CachedRows
 
 
@@ -298,7 +298,7 @@ def test_rows_are_read_while_the_step_runs():
 def test_the_least_recently_used_rows_leave(height, count, most):
     """Any of the rows that were used at the same time may leave."""
     rng = np.random.default_rng(0)
-    slots = _slots.Slots(height, count)
+    slots = _staging.Slots(height, count)
     used_at = {}
     for now in range(80 if count == SLOTS else 400):
         size = rng.integers(1, most)

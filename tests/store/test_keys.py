@@ -13,7 +13,7 @@ import index_model
 import sparsejax as sj
 from helpers import assert_same_bits
 from oracle import run_steps, train_in_memory
-from sparsejax.store._key_map import KeyMap
+from sparsejax.store._keys import KeyMap
 from test_store_files import rewrite
 
 

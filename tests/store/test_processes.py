@@ -29,8 +29,8 @@ class Host:
         self.process, self._barrier, self._gathered = process, barrier, gathered
         self._left, self.error, self.steps = kill_at, None, 0
         self.store = sj.store.KVStore()
-        self.store.engine.process, self.store.engine.count = process, 2
-        self.store._processes = _processes.Processes(process, 2, self._gather)
+        processes = _processes.Processes(process, 2, self._gather)
+        self.store.engine.processes = processes
         self.store.init("t", (HEIGHT, 2), tx)
 
     def step(self):
