@@ -103,7 +103,8 @@ class MappedFile:
         offsets, end = [], _START
         for spec in specs:
             offsets.append(end)
-            end = _round_up(end + _size(spec))
+            end += spec.size * np.dtype(spec.dtype).itemsize
+            end += -end % _PAGE
 
         def write(file):
             file.write(_header_of(header))
@@ -144,7 +145,7 @@ class MappedFile:
     def describe(self, header: dict[str, Any]) -> None:
         """Replaces the description of the table, and waits for the disk."""
         self._file.seek(0)
-        # At once: a kill leaves the old or the new one.
+        # In one write: a kill leaves the old header or the new one.
         self._file.write(_header_of(header))
         os.fsync(self._file.fileno())
 
@@ -288,14 +289,6 @@ def is_mapped_table(path: str | os.PathLike[str]) -> bool:
         return False
     with open(path, "rb") as file:
         return file.read(len(MAGIC) - 2) == MAGIC[:-2]
-
-
-def _size(spec: Any) -> int:
-    return math.prod(spec.shape) * np.dtype(spec.dtype).itemsize
-
-
-def _round_up(size: int) -> int:
-    return -(-size // _PAGE) * _PAGE
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -7,7 +7,6 @@ is made, that the transformation treats rows independently.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -70,9 +69,10 @@ class Optimizer:
 
     def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any, name: str):
         spec, leaf = jax.ShapeDtypeStruct(shape, dtype), jax.tree.structure(0)
-        self._programs = _programs(tx)
+        self._init, self._update = _programs(tx)
         try:
-            self._programs.check(spec)
+            # It names the part that is not row-separable.
+            jax.eval_shape(lazy(tx).init, spec)
         except state_leaves.InitError as error:
             cause = error.__cause__
             raise ValueError(
@@ -98,14 +98,12 @@ class Optimizer:
             for (path, x), by_row in zip(paths, self.by_row)
         ]
         self.structure = tree
-        self._layout = _Layout(tree, self.by_row)
         self._key = tx, leaf, (spec,), (0,)
 
     def init(self, weights: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Returns the leaves of `tx.init(weights)` with rows, and the other ones."""
         with on_host():
-            state = self._programs.init(self._layout, weights)
-        return jax.tree.map(np.asarray, state)
+            return self._split(self._init(weights))
 
     def update(
         self,
@@ -135,13 +133,22 @@ class Optimizer:
             raise separability.refused("the optimizer of a store", reason)
         with on_host() as device:
             # device_put may use NumPy's memory in place, and the caller changes `rest`.
-            rest = [np.array(x) for x in rest]
+            rows, others = iter(by_row), iter([np.array(x) for x in rest])
+            leaves = [next(rows if x else others) for x in self.by_row]
+            state = self.structure.unflatten(leaves)
             # As NumPy: the gradient's mesh must not reach the update.
             is_row = np.arange(len(weights)) < count
-            arguments = weights, by_row, rest, is_row, positions, np.asarray(values)
+            arguments = weights, state, is_row, positions, np.asarray(values)
             arguments = jax.device_put(arguments, device)
-            new = self._programs.update(self._layout, *arguments)
-        return jax.tree.map(np.asarray, new)
+            weights, state = self._update(self.by_row, *arguments)
+            return np.asarray(weights), *self._split(state)
+
+    def _split(self, state: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Returns the leaves of a state with rows, and the other ones."""
+        by_row, rest = [], []
+        for x, has_rows in zip(jax.tree.leaves(state), self.by_row):
+            (by_row if has_rows else rest).append(np.asarray(x))
+        return by_row, rest
 
 
 def _check_without_path(tx: Any, spec: Any, name: str) -> None:
@@ -171,54 +178,25 @@ def _check_without_path(tx: Any, spec: Any, name: str) -> None:
         )
 
 
-class _Layout(NamedTuple):
-    """Converts a state between its tree and two lists: leaves by row, and the rest."""
-
-    tree: Any
-    by_row: tuple[bool, ...]
-
-    def split(self, state: Any) -> tuple[list[Any], list[Any]]:
-        leaves = list(zip(jax.tree.leaves(state), self.by_row))
-        by_row = [x for x, has_rows in leaves if has_rows]
-        return by_row, [x for x, has_rows in leaves if not has_rows]
-
-    def join(self, by_row: Sequence[Any], rest: Sequence[Any]) -> Any:
-        rows, others = iter(by_row), iter(rest)
-        leaves = [next(rows if has_rows else others) for has_rows in self.by_row]
-        return self.tree.unflatten(leaves)
-
-
-class _Programs(NamedTuple):
-    """The compiled programs of a transformation, shared by all tables that use it."""
-
-    check: Callable
-    init: Callable
-    update: Callable
-
-
 @trees.remember
-def _programs(tx: Any) -> _Programs:
-    lifted = lazy(tx)
+def _programs(tx: Any) -> tuple[Callable, Callable]:
+    """Returns compiled `tx.init` and a step, for all tables that use `tx`."""
 
-    def check(spec):
-        """Raises an error that names the part that is not row-separable."""
-        jax.eval_shape(lifted.init, spec)
-
-    def init(layout, weights):
-        return layout.split(tx.init(weights))
-
-    def update(layout, weights, by_row, rest, is_row, positions, values):
+    def update(has_rows, weights, state, is_row, positions, values):
         wide = indexing.accumulator_dtype(values.dtype)
         zeros = jnp.zeros((len(weights), *values.shape[1:]), wide)
         sums = indexing.add_rows(zeros, positions, values.astype(wide))
         # The padding gets the state of a row that was never touched, as in `lazy`: with
         # zeros, a square root or a quotient could be NaN and reach the global norm.
-        fresh, _ = layout.split(tx.init(jnp.zeros_like(weights)))
+        fresh = jax.tree.leaves(tx.init(jnp.zeros_like(weights)))
+        leaves, tree = jax.tree.flatten(state)
         mask = lambda x: indexing.append_axes(is_row, x.ndim)
-        by_row = [jnp.where(mask(x), x, new) for x, new in zip(by_row, fresh)]
-        state = layout.join(by_row, rest)
+        leaves = [
+            jnp.where(mask(x), x, new) if by_row else x
+            for x, new, by_row in zip(leaves, fresh, has_rows)
+        ]
+        state = tree.unflatten(leaves)
         updates, state = tx.update(sums.astype(values.dtype), state, weights)
-        return optax.apply_updates(weights, updates), *layout.split(state)
+        return optax.apply_updates(weights, updates), state
 
-    static = functools.partial(jax.jit, static_argnums=0)
-    return _Programs(check, static(init), static(update))
+    return jax.jit(tx.init), jax.jit(update, static_argnums=0)

@@ -120,15 +120,21 @@ def _arrays(part: Part, field: str) -> list[np.ndarray]:
 
 
 def _columns(
-    table: Table, part: Part, state: bool
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Returns the columns in a record: by member an array and its rows."""
-    rows, kinds = part["rows"], part["kinds"]
-    columns = {"weights": (table.weights, rows[kinds != _GONE])}
-    if state:
-        for member, array in _numbered("state", table.by_row).items():
-            columns[member] = array, rows[kinds == _WHOLE]
+    tables: Mapping[str, Table], parts: Mapping[str, Part], state: bool
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
+    """Returns the columns in a record: the member, the array and its rows."""
+    columns = []
+    for k, (name, part) in enumerate(parts.items()):
+        rows, kinds, table = part["rows"], part["kinds"], tables[name]
+        columns.append((f"{k}.weights", table.weights, rows[kinds != _GONE]))
+        whole = rows[kinds == _WHOLE]
+        for i, array in enumerate(table.by_row if state else []):
+            columns.append((f"{k}.state.{i}", array, whole))
     return columns
+
+
+def _spec_of(column: np.ndarray, ids: np.ndarray) -> Spec:
+    return (ids.size, *column.shape[1:]), column.dtype
 
 
 def write(
@@ -188,7 +194,8 @@ def write(
         "tables": descriptions,
         "tree": tree[0],
     }
-    total, done = _count(header), 0
+    columns = _columns(tables, parts, state)
+    total, done = sum(ids.size for _, _, ids in columns), 0
 
     def chunks(column, ids):
         nonlocal done
@@ -200,13 +207,11 @@ def write(
 
     with replacing(path) as file:
         with contextlib.closing(Writer(file, header)) as writer:
-            for k, (name, part) in enumerate(parts.items()):
+            for k, part in enumerate(parts.values()):
                 for member, array in part.items():
                     writer.array(f"{k}.{member}", array)
-                columns = _columns(tables[name], part, state)
-                for member, (column, ids) in columns.items():
-                    spec = (ids.size, *column.shape[1:]), column.dtype
-                    writer.chunks(f"{k}.{member}", spec, chunks(column, ids))
+            for member, column, ids in columns:
+                writer.chunks(member, _spec_of(column, ids), chunks(column, ids))
             for k, array in enumerate(tree[1]):
                 writer.array(f"tree.{k}", array)
         check_target(path)  # a table may have been made there meanwhile
@@ -233,15 +238,6 @@ def _all_rows(table: Table) -> np.ndarray:
     if table.keys is not None:
         is_known[table.keys.rows()] = True
     return np.flatnonzero(is_known)
-
-
-def _count(header: Mapping[str, Any]) -> int:
-    """Counts the rows to read or write, of weights and of each leaf of state."""
-    total = 0
-    for saved in header["tables"].values():
-        by_row = sum(leaf["by_row"] for leaf in saved["state"])
-        total += saved["weights"] + saved["whole"] * by_row * header["state"]
-    return total
 
 
 # ------------------------------------------------------------------ reading
@@ -302,21 +298,24 @@ class Record:
         with Reader(as_path("KVStore", path), _HEADER) as reader:
             self.header = reader.header
             self._check_tables(replaces)
-            self._total, self._done = 2 * _count(self.header), 0
-            self._specs, specs = {}, {}
-            for k, (name, saved) in enumerate(self.header["tables"].items()):
-                of_table = _specs(tables[name], saved, self.header["state"])
-                self._specs[name] = of_table
-                specs |= {f"{k}.{member}": x for member, x in of_table.items()}
+            state, saved = self.header["state"], self.header["tables"]
+            specs = {
+                f"{k}.{member}": spec
+                for k, name in enumerate(saved)
+                for member, spec in _specs(tables[name], saved[name], state).items()
+            }
             arrays = [x for x in self.header["tree"] if "stored" in x]
             tree_specs = {
                 f"tree.{k}": _saved_tree.spec_of(path, x) for k, x in enumerate(arrays)
             }
             reader.expect(specs | tree_specs)
             self.parts = {
-                name: self._read_part(reader, k, name)
-                for k, name in enumerate(self.header["tables"])
+                name: self._read_part(reader, f"{k}.", name, specs)
+                for k, name in enumerate(saved)
             }
+            self._columns = _columns(tables, self.parts, state)
+            self._total = 2 * sum(ids.size for _, _, ids in self._columns)
+            self._done = 0
             self._read_columns(reader, lambda *_: None)
             arrays = [reader.array(*item) for item in tree_specs.items()]
             self.tree = _saved_tree.put(path, tree, self.header["tree"], arrays)
@@ -328,12 +327,15 @@ class Record:
                 raise ValueError(f"{self.path} was replaced while it was read.")
             self._read_columns(reader, put_rows)
 
-    def _read_part(self, reader: Reader, k: int, name: str) -> Part:
+    def _read_part(
+        self, reader: Reader, prefix: str, name: str, specs: Mapping[str, Spec]
+    ) -> Part:
         table, saved = self.tables[name], self.header["tables"][name]
         part = {
-            member: reader.array(f"{k}.{member}", spec)
-            for member, spec in self._specs[name].items()
-            if member.split(".")[0] not in ("weights", "state")
+            member.removeprefix(prefix): reader.array(member, spec)
+            for member, spec in specs.items()
+            if member.startswith(prefix)
+            and member.split(".")[1] not in ("weights", "state")
         }
         rows, kinds = part["rows"], part["kinds"]
         in_range = not rows.size or (rows[0] >= 0 and rows[-1] < table.height)
@@ -350,15 +352,13 @@ class Record:
 
     def _read_columns(self, reader: Reader, put: Any) -> None:
         """Calls `put(column, rows, values)` for all values of all columns."""
-        for k, (name, part) in enumerate(self.parts.items()):
-            columns = _columns(self.tables[name], part, self.header["state"])
-            for member, (column, ids) in columns.items():
-                start, spec = 0, self._specs[name][member]
-                for values in reader.chunks(f"{k}.{member}", spec):
-                    put(column, ids[start : start + len(values)], values)
-                    start += len(values)
-                    self._done += len(values)
-                    self._report(self._done, self._total)
+        for member, column, ids in self._columns:
+            start = 0
+            for values in reader.chunks(member, _spec_of(column, ids)):
+                put(column, ids[start : start + len(values)], values)
+                start += len(values)
+                self._done += len(values)
+                self._report(self._done, self._total)
 
     def _check_tables(self, replaces: bool) -> None:
         """Raises a ValueError unless the file is of the same tables."""
