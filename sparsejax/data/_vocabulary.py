@@ -5,6 +5,7 @@ Id 0 is for missing and out-of-vocabulary (OOV) words.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -16,7 +17,7 @@ import numpy as np
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, ColumnLike, PyTree
-from sparsejax._files import ArraySpec, as_path, read_npz, replacing
+from sparsejax._files import Reader, Writer, as_path, replacing
 from sparsejax.data import _arrow
 
 
@@ -24,15 +25,12 @@ from sparsejax.data import _arrow
 # distinct words as the whole column, so each merge walks over all words.
 _MAX_WAITING = 1 << 22
 
-# The arrays of a file by name. Arrays "words k", "ids k" and "counts k" must exist for
-# each column k that "columns" refers to.
-_ARRAYS = {
-    "columns": ArraySpec("i", (1,)),
-    "names": ArraySpec("U", (1,)),
-    "integers": ArraySpec("b", (1,)),
-    r"words \d{1,5}": ArraySpec("S", (1,), required=False),
-    r"ids \d{1,5}": ArraySpec("i", (1,), required=False),
-    r"counts \d{1,5}": ArraySpec("i", (1,), required=False),
+_FORMAT = "sparsejax vocabulary 1"
+_HEADER = {
+    "columns": [int],
+    "names": [str],
+    "integers": [bool],
+    "sizes": {"*": {"words": int, "width": int}},
 }
 
 
@@ -448,11 +446,11 @@ class Vocabulary:
         """Writes the vocabulary to a file. Keep the file with the model.
 
         Args:
-          path: the path of an `.npz` file. An old file is replaced when the new one is
-            complete. Entry k of the array "columns" is the first column that shares the
-            vocabulary of column k. Each of these first columns has arrays "words k",
-            "ids k" and "counts k". The arrays "names" and "integers" have an entry for
-            each column.
+          path: the path of an `.npz` file, which NumPy reads. An old file is replaced
+            when the new one is complete. `header.json` in it has the "names" of the
+            columns. Entry k of "columns" is the first column that shares the vocabulary
+            of column k; each of these first columns has arrays "words k", "ids k" and
+            "counts k".
 
         Raises:
           TypeError: `path` is not a path.
@@ -461,17 +459,21 @@ class Vocabulary:
         path = as_path("sparsejax.data.Vocabulary.save", path)
         columns = list(self.columns.values())
         first = list(map(columns.index, columns))  # `Column` compares by identity
-        arrays: dict[str, np.ndarray] = {
-            "columns": np.array(first, np.int64),
-            "names": np.array(self.names, np.str_),
-            "integers": np.array([column.is_integer for column in columns], np.bool_),
+        header = {
+            "columns": first,
+            "names": self.names,
+            "integers": [column.is_integer for column in columns],
+            "sizes": {
+                k: {"words": len(words), "width": words.dtype.itemsize}
+                for k, words in ((k, columns[k].sorted_words) for k in set(first))
+            },
         }
-        for k in set(first):
-            arrays[f"words {k}"] = columns[k].sorted_words
-            arrays[f"ids {k}"] = columns[k].ids
-            arrays[f"counts {k}"] = columns[k].counts
         with replacing(path) as file:
-            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+            with contextlib.closing(Writer(file, _FORMAT, header)) as writer:
+                for k in set(first):
+                    writer.array(f"words {k}", columns[k].sorted_words)
+                    writer.array(f"ids {k}", columns[k].ids)
+                    writer.array(f"counts {k}", columns[k].counts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -485,15 +487,17 @@ class Vocabulary:
           ValueError: the file is not a vocabulary, or is damaged.
           OSError: the file cannot be read.
         """
-        call = "sparsejax.data.Vocabulary.load"
-        path = as_path(call, path)
-        arrays = read_npz(call, path, "a file that Vocabulary.save wrote", _ARRAYS)
-        try:
-            return cls(_as_columns(arrays))
-        except ValueError as e:
-            raise ValueError(
-                f"Vocabulary.load: {path} is not a file that Vocabulary.save wrote: {e}"
-            ) from None
+        path = as_path("sparsejax.data.Vocabulary.load", path)
+        with Reader(path, _FORMAT, _HEADER) as reader:
+            specs = {}
+            for k, size in reader.header["sizes"].items():
+                specs[f"words {k}"] = (size["words"],), f"S{size['width']}"
+                specs[f"ids {k}"] = (size["words"],), np.int32
+                specs[f"counts {k}"] = (size["words"] + 1,), np.int64
+            reader.expect(specs)
+            arrays = {name: reader.array(name, spec) for name, spec in specs.items()}
+            with reader.checked():
+                return cls(_as_columns(reader.header, arrays))
 
 
 # ------------------------------------------------------------------ private
@@ -509,33 +513,26 @@ def _as_numbers(numbers: list[int]) -> np.ndarray:
     return np.array(numbers, object)
 
 
-def _as_columns(arrays: dict[str, np.ndarray]) -> dict[str, Column]:
+def _as_columns(header: Any, arrays: Mapping[str, np.ndarray]) -> dict[str, Column]:
     """Returns the columns of a file, or raises a ValueError if it has none."""
-    first, names, integers = (
-        arrays[name].tolist() for name in ("columns", "names", "integers")
-    )
-    parts = "words", "ids", "counts"
-    expected = {f"{part} {k}" for part in parts for k in set(first)}
-    has_all = arrays.keys() == expected | {"columns", "names", "integers"}
+    first, names, integers, sizes = (header[x] for x in _HEADER)
+    has_all = sizes.keys() == set(map(str, first))
     if not has_all or not len(first) == len(set(names)) == len(integers):
-        raise ValueError(
-            f"it has columns with the names {names[:8]} and the arrays {[*arrays][:8]}."
-        )
+        raise ValueError(f"it has columns with the names {names[:8]}")
     columns: dict[int, Column] = {}
     for k in set(first):
-        words, ids, counts = (arrays[f"{part} {k}"] for part in parts)
+        words, ids, counts = (arrays[f"{x} {k}"] for x in ("words", "ids", "counts"))
         is_valid = (
             first[k : k + 1] == [k]
             and bool((words[1:] > words[:-1]).all())
             and np.array_equal(np.sort(ids), np.arange(1, len(words) + 1))
-            and len(counts) == len(words) + 1
             and counts.min() >= 0
         )
         if not is_valid:
-            raise ValueError(f"words, ids and counts of column {k} do not match.")
+            raise ValueError(f"words, ids and counts of column {k} do not match")
         if integers[k]:
             list(map(int, words.tolist()))  # raises a ValueError for other words
-        columns[k] = Column(words, ids.astype(np.int32), counts, integers[k])
+        columns[k] = Column(words, ids, counts, integers[k])
     return {name: columns[k] for name, k in zip(names, first)}
 
 

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from sparsejax._files import CHUNK, as_bytes
 from sparsejax.store import _mapped, _records
-from sparsejax.store._records import CHUNK
 from sparsejax.store._table import Table
 
 
@@ -155,7 +155,7 @@ def _remove_leftover(path: pathlib.Path) -> None:
 
 
 def _append(file: BinaryIO, count: int, arrays: Sequence[np.ndarray]) -> None:
-    parts = [_records.as_bytes(x) for x in arrays]
+    parts = [as_bytes(x) for x in arrays]
     prefix = count.to_bytes(8, "little") + _checksum(*parts)
     for part in (prefix, _checksum(prefix), *parts):
         file.write(part)

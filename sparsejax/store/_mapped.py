@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from sparsejax._files import as_bytes
 from sparsejax.store import _records
 
 
@@ -111,7 +112,7 @@ class MappedFile:
             file.truncate(end)
             for k, values in initial.items():
                 file.seek(offsets[k])
-                file.write(_records.as_bytes(values))
+                file.write(as_bytes(values))
 
         file = _create(path, end, write)
         self.is_new = file is not None

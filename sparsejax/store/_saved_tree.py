@@ -17,7 +17,7 @@ import numpy as np
 from sparsejax import _arguments
 
 
-# The schema of `describe`, for `_records.check_json`.
+# The schema of `describe`, for `_files.check_json`.
 DESCRIPTION = [
     {
         "name": str,

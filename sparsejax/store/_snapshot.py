@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparsejax._files import as_path, replacing
+from sparsejax._files import CHUNK, Reader, Spec, Writer, as_path, replacing
 from sparsejax.store import _mapped, _records, _saved_tree
 from sparsejax.store._history import History
 from sparsejax.store._optimizer import on_host
-from sparsejax.store._records import CHUNK, Reader, Spec, Writer
 from sparsejax.store._table import Table, put_rows
 
 
+_FORMAT = "sparsejax store 4"
 _GONE, _WHOLE, _GIVEN = 0, 1, 2  # kinds of rows
 _MAX_VERSION = 1 << 62
 _SIGHTINGS = {"young": int, "old": int, "hand": int}
@@ -206,7 +206,7 @@ def write(
             report(done, total)
 
     with replacing(path) as file:
-        with contextlib.closing(Writer(file, header)) as writer:
+        with contextlib.closing(Writer(file, _FORMAT, header)) as writer:
             for k, part in enumerate(parts.values()):
                 for member, array in part.items():
                     writer.array(f"{k}.{member}", array)
@@ -295,7 +295,7 @@ class Record:
         self.path, self.tables, self._report = path, tables, report
         for table in tables.values():
             table.check_not_cached()
-        with Reader(as_path("KVStore", path), _HEADER) as reader:
+        with Reader(as_path("KVStore", path), _FORMAT, _HEADER) as reader:
             self.header = reader.header
             self._check_tables(replaces)
             state, saved = self.header["state"], self.header["tables"]
@@ -322,7 +322,7 @@ class Record:
 
     def write(self) -> None:
         """Writes the columns of the file to the tables; reads the file again."""
-        with Reader(self.path, _HEADER) as reader:
+        with Reader(self.path, _FORMAT, _HEADER) as reader:
             if reader.header != self.header:
                 raise ValueError(f"{self.path} was replaced while it was read.")
             self._read_columns(reader, put_rows)

@@ -22,13 +22,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from sparsejax._files import CHUNK
 from sparsejax._rows import indexing
 from sparsejax.store import _mapped
 from sparsejax.store._engine import Engine
 from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._journal import Journal
 from sparsejax.store._places import Places
-from sparsejax.store._records import CHUNK
 from sparsejax.store._requested import bucket, is_among
 from sparsejax.store._table import Table, put_rows
 

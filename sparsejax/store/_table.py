@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from sparsejax import _arguments
+from sparsejax._files import CHUNK
 from sparsejax._index.policy import KeyPolicy
 from sparsejax.store import _records
 from sparsejax.store._history import History, RowVersions
@@ -28,7 +29,6 @@ from sparsejax.store._in_flight import EarlyRows
 from sparsejax.store._keys import TableKeys, specs_of_keys
 from sparsejax.store._mesh import Owners
 from sparsejax.store._optimizer import Optimizer, on_host
-from sparsejax.store._records import CHUNK
 from sparsejax.store._requested import MIN_CAPACITY, bucket, is_among, places_of
 
 
