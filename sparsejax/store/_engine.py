@@ -245,7 +245,7 @@ class Engine:
             for batch in cached.values():
                 batch.read_early()
         except BaseException:
-            for part in parts:
+            for part in [*parts, *cached.values()]:
                 part.drop()
             raise
         return parts

@@ -30,12 +30,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments
+from sparsejax._files import CHUNK
 from sparsejax._hashing import mix
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax.store._requested import bucket, check_not_traced, sorted_unique
-
-
-_CHUNK = 1 << 16  # rows at a time, when all rows are gathered
 
 
 class Owners:
@@ -204,10 +202,10 @@ def of_all_processes(owners: Owners, own: np.ndarray) -> np.ndarray:
     """Makes a whole array from the rows that each process owns. A collective."""
     out = np.empty((owners.height, *own.shape[1:]), own.dtype)
     groups = -(-owners.height // owners.count)
-    for start in range(0, groups, _CHUNK):
-        rows = np.arange(start, min(start + _CHUNK, groups))
+    for start in range(0, groups, CHUNK):
+        rows = np.arange(start, min(start + CHUNK, groups))
         part = np.zeros((rows.size, *own.shape[1:]), own.dtype)
-        some = own[start : start + _CHUNK]
+        some = own[start : start + CHUNK]
         part[: len(some)] = some
         gathered = np.asarray(multihost_utils.process_allgather(part))
         for process, values in enumerate(gathered):

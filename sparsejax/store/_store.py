@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _progress
 from sparsejax._arguments import ArrayLike, Initializer, KeyLike, Progress, PyTree
+from sparsejax._files import CHUNK
 from sparsejax._index.policy import KeyPolicy
 from sparsejax._rows import SelectedRows, concatenate
 from sparsejax.store import _functions, _saved_tree, _snapshot
@@ -1157,20 +1158,21 @@ def _rows_to_assign(
             f"is), got {shown or _arguments.kind_of(weights)}."
         )
     values = np.asarray(values)
-    if not is_sparse:
-        for rows in table.chunks():
-            yield rows, values[owners.ids(rows)].astype(spec.dtype)
-        return
-    check_not_traced(name, "ids", weights.rows)
-    rows = np.asarray(weights.rows)
-    check_rows(name, rows, owners.height)
-    rows = rows.astype(_arguments.index_dtype(owners.height))
-    order = np.argsort(rows, kind="stable")[: np.count_nonzero(rows < owners.height)]
-    if (np.diff(rows[order]) == 0).any():
-        raise ValueError(
-            f"KVStore.assign: the SelectedRows for table {name!r} has duplicate rows. "
-            "Pass each row once; .coalesce() sums duplicates."
-        )
-    local_rows = owners.localize(rows[order])
-    is_own = local_rows < table.height
-    yield local_rows[is_own], values[order[is_own]].astype(spec.dtype)
+    order = rows = np.arange(owners.height)
+    if is_sparse:
+        check_not_traced(name, "ids", weights.rows)
+        rows = np.asarray(weights.rows)
+        check_rows(name, rows, owners.height)
+        rows = rows.astype(_arguments.index_dtype(owners.height))
+        count = np.count_nonzero(rows < owners.height)
+        order = np.argsort(rows, kind="stable")[:count]
+        if (np.diff(rows[order]) == 0).any():
+            raise ValueError(
+                f"KVStore.assign: the SelectedRows for table {name!r} has duplicate "
+                "rows. Pass each row once; .coalesce() sums duplicates."
+            )
+    for start in range(0, order.size, CHUNK):
+        places = order[start : start + CHUNK]
+        local_rows = owners.localize(rows[places])
+        is_own = local_rows < table.height
+        yield local_rows[is_own], values[places[is_own]].astype(spec.dtype)

@@ -256,18 +256,12 @@ class Table:
         self.in_flight.append(early)
         return early
 
-    def hand_out(self, early: EarlyRows) -> bool:
-        """Reads the stale rows of a batch again, which is not in flight any more.
-
-        Returns:
-          True if there were stale rows.
-        """
+    def hand_out(self, early: EarlyRows) -> None:
+        """Reads the stale rows of a batch again, which is not in flight any more."""
         self.drop(early)
-        is_stale = bool(early.is_stale.any())
-        if is_stale:
+        if early.is_stale.any():
             self.touch(early.rows)  # a row may have been cleared
             early.read_stale()
-        return is_stale
 
     def drop(self, early: EarlyRows) -> None:
         """Ends the flight of a batch; its rows are not marked any more."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -75,8 +77,9 @@ class RowsStep:
         """
         first = as_arrays((params, opt_state))
         params, opt_state, value, of_rows = self._run(rows, first, batch)
-        # Their ids are known before the program has ended.
-        grads = {name: (_ids(rows.get(name)), x) for name, x in of_rows.items()}
+        # The ids are known before the program has ended.
+        ids = {name: x.rows for name, x in rows.items() if is_selected_rows(x)}
+        grads = {name: (ids.get(name), values) for name, values in of_rows.items()}
         return params, opt_state, value, grads
 
     def push(self, grads: Mapping[str, Any]) -> None:
@@ -299,21 +302,14 @@ class TrainStep:
         return Request(ids, capacity, cached)
 
 
-def _ids(rows: Any) -> Any:
-    """Returns the ids of pulled rows, or None."""
-    return rows.rows if is_selected_rows(rows) else None
-
-
 def _sum(parts: Sequence[SelectedRows]) -> SelectedRows:
     """Sums gradients of the same slots."""
-    first, *others = parts
-    if not others:
+    first = parts[0]
+    if len(parts) == 1:
         return first
     wide = indexing.accumulator_dtype(first.dtype)
-    total = first.values.astype(wide)
-    for other in others:
-        total += other.values.astype(wide)
-    return SelectedRows(first.rows, total.astype(first.dtype), first.height)
+    total = functools.reduce(operator.add, [x.values.astype(wide) for x in parts])
+    return first.map(lambda _: total.astype(first.dtype))
 
 
 def _clip(grads: Any, max_norm: float) -> Any:
