@@ -134,14 +134,14 @@ class Reader:
         try:
             with self.checked():
                 # zipfile accepts bytes before and after an archive.
+                size = os.fstat(self._file.fileno()).st_size
                 first = self._file.read(4)
-                self._file.seek(-22, os.SEEK_END)
+                self._file.seek(max(size - 22, 0))
                 last = self._file.read()
                 if first != b"PK\3\4" or last[:4] + last[-2:] != b"PK\5\6\0\0":
                     raise ValueError("it does not begin and end as its archive")
                 self._archive = zipfile.ZipFile(self._file)
                 self._members = {x.filename: x for x in self._archive.infolist()}
-                size = os.fstat(self._file.fileno()).st_size
                 total = sum(x.file_size for x in self._archive.infolist())
                 packed = [x for x in self._members.values() if x.compress_type]
                 if packed or total > size:

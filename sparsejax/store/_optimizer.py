@@ -69,10 +69,9 @@ class Optimizer:
 
     def __init__(self, tx: Any, shape: tuple[int, ...], dtype: Any, name: str):
         spec, leaf = jax.ShapeDtypeStruct(shape, dtype), jax.tree.structure(0)
-        self._init, self._update = _programs(tx)
+        lifted = lazy(tx)
         try:
-            # It names the part that is not row-separable.
-            jax.eval_shape(lazy(tx).init, spec)
+            jax.eval_shape(lifted.init, spec)  # names a part that is not row-separable
         except state_leaves.InitError as error:
             cause = error.__cause__
             raise ValueError(
@@ -99,6 +98,7 @@ class Optimizer:
         ]
         self.structure = tree
         self._key = tx, leaf, (spec,), (0,)
+        self._init, self._update = _programs(tx)
 
     def init(self, weights: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Returns the leaves of `tx.init(weights)` with rows, and the other ones."""

@@ -237,7 +237,7 @@ class Staging:
         for leaving, *_ in list(self._to_write):
             is_waiting |= is_among(rows, np.sort(leaving))
         if early is None or not early.rows.size:
-            return self._engine.run(lambda: self.read_late(rows, size, is_waiting))
+            return self._engine.run(lambda: self._read_late(rows, size, is_waiting))
         is_current = is_among(rows, early.rows[~early.is_stale]) & ~is_waiting
         batch.drop()
         places, columns = np.searchsorted(early.rows, rows), []
@@ -247,13 +247,13 @@ class Staging:
             np.take(buffer, places, axis=0, out=out, mode="clip")
         late = np.flatnonzero(~is_current)
         if late.size:
-            work = lambda: self.read_late(rows[late], late.size, is_waiting)
+            work = lambda: self._read_late(rows[late], late.size, is_waiting)
             values = self._engine.run(work)
             for column, new in zip(columns, values):
                 put_rows(column, late, new)
         return columns
 
-    def read_late(
+    def _read_late(
         self, rows: np.ndarray, capacity: int, is_waiting: np.ndarray
     ) -> list[np.ndarray]:
         """Reads rows that were not read early, or are stale; in the queue."""

@@ -102,10 +102,11 @@ def assert_trained(store, params, state, whole):
 def late_reads(cache):
     """The numbers of rows that steps read from now on, which were not read early."""
     rows, numbers = cache.table.cache, []
-    read = rows.read_late
-    rows.read_late = lambda late, *rest: [numbers.append(late.size), read(late, *rest)][
-        1
-    ]
+    read = rows._read_late
+    rows._read_late = lambda late, *rest: [
+        numbers.append(late.size),
+        read(late, *rest),
+    ][1]
     return numbers
 
 
