@@ -149,16 +149,15 @@ class Engine:
 
         return self._on_device(self.run(work))
 
-    def push(self, name: str, rows: Any, values: Any) -> None:
+    def push(self, table: Table, rows: Any, values: Any) -> None:
         """Queues one step of a table's optimizer; an error is queued, too."""
-        table = self.table(name)
         table.check_not_cached()
         rows, values = self.on_one_device(rows), self.on_one_device(values)
 
         def work():
             began = time.perf_counter()
             here = np.asarray(rows)
-            check_rows(name, here, table.spec.owners.height)
+            check_rows(table.spec.name, here, table.spec.owners.height)
             # Every process steps, even without rows: step counts must agree.
             table.step(table.spec.owners.localize(here), values)
             table.counters["push_seconds"] += time.perf_counter() - began
@@ -227,8 +226,7 @@ class Engine:
         parts: list[_Early] = []
         try:
             for name, some in ids.items():
-                began = time.perf_counter()
-                table = self.table(name)
+                began, table = time.perf_counter(), self.tables[name]
                 table.check_written_back()
                 owners = table.spec.owners
                 rows = distinct_rows(name, some, owners.height, mode)

@@ -486,7 +486,7 @@ class KVStore:
         """
         table = self.engine.table(name)
         gradient = _checked_gradient(table, grads)
-        self.engine.push(name, gradient.rows, gradient.values)
+        self.engine.push(table, gradient.rows, gradient.values)
 
     def prefetch(
         self,

@@ -85,9 +85,10 @@ class RowsStep:
     def push(self, grads: Mapping[str, Any]) -> None:
         """Pushes the gradients of a step, by table; `None` as ids for no rows."""
         for name, (ids, values) in grads.items():
+            table = self._engine.table(name)
             if ids is None:
-                ids = np.full(len(values), self._engine.tables[name].spec.owners.height)
-            self._engine.push(name, ids, values)
+                ids = np.full(len(values), table.spec.owners.height)
+            self._engine.push(table, ids, values)
 
     def _compute(self, rows: Any, first: Any, batch: Any) -> Any:
         self.compilations += 1  # runs once per compilation
