@@ -261,17 +261,22 @@ def check_json(value: Any, schema: Any, where: str) -> None:
       where: the place of the value, for messages.
     """
     kind = type(schema) if isinstance(schema, (list, dict)) else schema
-    is_in_range = kind is not int or (type(value) is int and 0 <= value < 1 << 63)
-    if not isinstance(value, kind) or not is_in_range:
+    if not isinstance(value, kind) or (kind is int and not _is_size(value)):
         raise ValueError(f"{where} has an unexpected value, {repr(value)[:40]}")
     if isinstance(schema, list):
         for place, item in enumerate(value):
             check_json(item, schema[0], f"{where}[{place}]")
+    elif isinstance(schema, dict) and "*" in schema:
+        for key, item in value.items():
+            check_json(item, schema["*"], f"{where}[{key!r}]")
     elif isinstance(schema, dict):
-        schemas = dict.fromkeys(value, schema["*"]) if "*" in schema else schema
-        for key, one in schemas.items():
-            name = key if key in value else key.removesuffix("?")
+        for key, one in schema.items():
+            name = key.removesuffix("?")
             if name in value:
                 check_json(value[name], one, f"{where}[{name!r}]")
             elif key == name:
                 raise ValueError(f"{where}[{key!r}] is missing")
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63  # type(True) is bool

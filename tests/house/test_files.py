@@ -139,7 +139,7 @@ def _read(path):
         return reader.header["n"], reader.array("x", SPEC["x"])
 
 
-def _record(path, form="f 1", method=zipfile.ZIP_STORED, **members):
+def _record(path, members: Any = (), form="f 1", method=zipfile.ZIP_STORED):
     """A record, with other members."""
     with open(path, "wb") as file:
         writer = Writer(file, form, {"n": 7})
@@ -148,7 +148,7 @@ def _record(path, form="f 1", method=zipfile.ZIP_STORED, **members):
     with zipfile.ZipFile(path) as archive:
         all_members = {name: archive.read(name) for name in archive.namelist()}
     with zipfile.ZipFile(path, "w", method) as archive:
-        for name, content in (all_members | members).items():
+        for name, content in (all_members | dict(members)).items():
             if content is not None:
                 archive.writestr(name, content)
     return path.read_bytes()
@@ -174,17 +174,17 @@ def test_what_is_not_read(tmp_path):
     cases = {
         "begin and end as its archive": [b"hello" * 9, good[:2000], good + b"1"],
         "Bad CRC-32 for file 'x.npy'": good[:900] + b"1" + good[901:],
-        "its format is 'f 2'": _record(path, "f 2"),
+        "its format is 'f 2'": _record(path, form="f 2"),
         "claims more than the file holds": _record(path, method=zipfile.ZIP_DEFLATED),
         "not the ones that its header tells": [
-            _record(path, **{"x.npy": None}),
-            _record(path, **{"y.npy": b""}),
+            _record(path, {"x.npy": None}),
+            _record(path, {"y.npy": b""}),
         ],
-        "array x has not the": _record(path, **{"x.npy": npy.getvalue()}),
-        "another shape or dtype": _record(path, **{"x.npy": bytes(128 + X.nbytes)}),
-        "an unexpected value, -1": _record(path, **{"header.json": header % -1}),
-        "an unexpected value, True": _record(path, **{"header.json": header % "true"}),
-        "Expecting value": _record(path, **{"header.json": ""}),
+        "array x has not the": _record(path, {"x.npy": npy.getvalue()}),
+        "another shape or dtype": _record(path, {"x.npy": bytes(128 + X.nbytes)}),
+        "an unexpected value, -1": _record(path, {"header.json": header % -1}),
+        "an unexpected value, True": _record(path, {"header.json": header % "true"}),
+        "Expecting value": _record(path, {"header.json": ""}),
     }
     for message, contents in cases.items():
         for content in contents if isinstance(contents, list) else [contents]:

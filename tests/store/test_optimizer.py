@@ -25,15 +25,17 @@ def compiled_step(tx):
     """The program that a push runs, as users compile it."""
     optimizer = Optimizer(tx, (V, D), np.float32, "t")
     rows = np.ones((C, D), np.float32)
+    count = np.zeros((), np.int32)
+    leaves = [rows if by_row else count for by_row in optimizer.by_row]
     arguments = (
         rows,
-        [rows for by_row in optimizer.by_row if by_row],
-        [np.zeros((), np.int32) for by_row in optimizer.by_row if not by_row],
+        optimizer.structure.unflatten(leaves),
         np.ones(C, bool),
         np.zeros(2 * C, np.int32),
         np.ones((2 * C, D), np.float32),
     )
-    lowered = optimizer._programs.update.lower(optimizer._layout, *arguments)
+    update: Any = optimizer._update
+    lowered = update.lower(optimizer.by_row, *arguments)
     return compile_as_users_do(lowered)
 
 
