@@ -22,6 +22,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, make_rows
+from sparsejax import _files
 from sparsejax.store import _mapped, _records
 
 
@@ -173,7 +174,7 @@ def test_an_error_while_a_file_is_written_leaves_the_old_one(
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(_records.Writer, "array", fail)
+    monkeypatch.setattr(_files.Writer, "array", fail)
     with pytest.raises(OSError, match="no space left"):
         write(path)
     assert path.read_bytes() == before and files(tmp_path) == ["store"]
@@ -513,7 +514,7 @@ def test_headers_that_no_store_wrote(tmp_path, change):
     with open(path, "r+b") as file:
         header = _records.read_header(path, file, _mapped.MAGIC, {})
         file.seek(0)
-        _records.write_header(file, _mapped.MAGIC, header | change)
+        file.write(_records.header_bytes(_mapped.MAGIC, header | change))
     with pytest.raises(ValueError, match=message):
         one_table(path=path)
     rewrite(saved, lambda header: header["tables"]["t"].update(change))
