@@ -9,7 +9,7 @@ import functools
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,42 @@ Progress: TypeAlias = bool | Callable[..., Any]
 Initializer: TypeAlias = Callable[[Any, Any, Any], Any]
 
 
+# ------------------------------------------------------------------ our own types
+
+
+class NotAnArray:
+    """A base for types that are not arrays: JAX and NumPy must not convert them.
+
+    A subclass defines two texts for errors: `_as_array`, a sentence that says how to
+    get arrays, and `_parts`, the parts that can be compared.
+    """
+
+    _as_array: str
+    _parts: str
+
+    # `array + x` must call our __radd__, not NumPy's loop over objects.
+    __array_ufunc__ = None
+    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
+    __iter__ = None
+    __contains__ = None
+
+    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"A {type(self).__name__} was used where an array is needed, by "
+            f"jnp.asarray, np.asarray or a NumPy function. {self._as_array}"
+        )
+
+    def __eq__(self, other: Any) -> bool:
+        """Raises a TypeError for arrays and such types; else compares the identity."""
+        if isinstance(other, (NotAnArray, int, float, np.generic)) or is_array(other):
+            raise TypeError(
+                f"{type(self).__name__} has no == and !=. Compare {self._parts}."
+            )
+        return NotImplemented
+
+    __hash__ = object.__hash__
+
+
 # ------------------------------------------------------------------ ids
 
 
@@ -93,44 +129,40 @@ def index_dtype(height: int, dtype: Any = jnp.int32) -> Any:
             return jnp.dtype(candidate)
     if not has_index_dtype(height):
         raise ValueError(
-            f"sparsejax: a table with {height} rows needs 64-bit ids. Set "
-            "jax_enable_x64, or split the table."
+            f"a table of {height} rows needs 64-bit ids. Set jax_enable_x64."
         )
     return jnp.dtype(jnp.int64)
 
 
 def as_integers(ids: Any, name: str = "ids") -> jax.Array | np.ndarray:
     """Returns ids as a JAX or NumPy array of integers, or raises a TypeError."""
+    array: Any = ids
     if not isinstance(ids, np.ndarray):
         try:
-            ids = np.asarray(ids) if isinstance(ids, np.generic) else jnp.asarray(ids)
+            array = np.asarray(ids) if isinstance(ids, np.generic) else jnp.asarray(ids)
         except OverflowError:  # a list with an int that 32 bits cannot hold
-            ids = np.asarray(ids)
+            array = np.asarray(ids)
         except (TypeError, ValueError):
-            fix = "its .values" if hasattr(ids, "segment_ids") else "an int32 array"
-            fix = _WORDS if _has_words(ids) else f"Pass {fix}."
-            fix = convert_tensor(ids, name) or fix
-            raise TypeError(
-                f"{name} must be an array of integers, got {kind_of(ids)}. {fix}"
-            ) from None
-    if ids.size == 0 and not jnp.issubdtype(ids.dtype, jnp.integer):
-        ids = ids.astype(jnp.int32)  # [] is float32
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        fix = "Cast them with .astype(jnp.int32)."
-        if _has_words(ids):
-            fix = _WORDS
-        elif ids.dtype == object:
-            fits = all(isinstance(x, (int, np.integer)) for x in ids.flat)
-            fix = "Ids must fit in 64 bits." if fits else "Pass an int32 array."
-        elif ids.dtype == jnp.bool_ and name in ("ids", "rows"):
-            fix = "For a mask use jnp.flatnonzero(mask)."
-        raise TypeError(
-            f"{name} must be integers, got {ids.dtype} of shape {ids.shape}. {fix}"
+            array = np.array(None)
+    if array.size == 0 and not jnp.issubdtype(array.dtype, jnp.integer):
+        return array.astype(jnp.int32)  # [] is float32
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        return array
+    if _has_words(ids):
+        fix = (
+            "sparsejax.data.HashIds and sparsejax.data.Vocabulary turn words into ids."
         )
-    return ids
-
-
-_WORDS = "sparsejax.data.HashIds and sparsejax.data.Vocabulary turn words into ids."
+    elif array.dtype == jnp.bool_ and name in ("ids", "rows"):
+        fix = "For a mask use jnp.flatnonzero(mask)."
+    elif hasattr(ids, "segment_ids"):
+        fix = "Pass its .values."
+    elif isinstance(ids, (list, tuple)) and not array.ndim:  # jnp.asarray refused them
+        fix = "For lists of different lengths or sets pass SegmentTensor.from_lists."
+    else:
+        fix = "Cast with .astype(jnp.int32); ids have at most 64 bits."
+        fix = convert_tensor(ids, name) or fix
+    given = ids if array.dtype == object else array
+    raise TypeError(f"{name} must be integers, got {kind_of(given)}. {fix}")
 
 
 def _has_words(x: Any) -> bool:
@@ -224,22 +256,18 @@ def as_scalar(x: Any, name: str, dtype: Any) -> jax.Array:
     return array.astype(dtype)
 
 
-def as_floats(
-    x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
-) -> jax.Array:
+def as_floats(x: Any, name: str) -> jax.Array:
     """Returns `x` as a JAX array of floats, or raises a TypeError."""
     x = to_array(x, name, "an array of floats")
-    check_floats(x, name, fix)
+    check_floats(x, name)
     return x
 
 
-def check_floats(
-    x: Any, name: str, fix: str = "Cast with .astype(jnp.float32)."
-) -> None:
+def check_floats(x: Any, name: str) -> None:
     """Raises unless `x`, an array or a table, is floating point."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        shape = tuple(x.shape)
-        raise TypeError(f"{name} must be floats, got {x.dtype} of shape {shape}. {fix}")
+        shown = f"{x.dtype} of shape {tuple(x.shape)}"
+        raise TypeError(f"{name} must be floats, got {shown}. Cast with .astype.")
 
 
 def show_spec(x: Any) -> str:
@@ -360,11 +388,15 @@ def is_concrete(x: Any) -> bool:
     return is_array(x) and not isinstance(x, Tracer)
 
 
-def static_int(name: str, x: Any, least: int = 0, hint: str = "") -> int:
-    """Returns `x` as an int of at least `least`, 0 or 1; a symbolic size as it is."""
+def static_int(name: str, x: Any, least: int | None = 0, hint: str = "") -> int:
+    """Returns `x` as an int of at least `least`; a symbolic size as it is.
+
+    `least` is 0 or 1, or None for any int.
+    """
     if _compat.is_symbolic_dim(x):
         return x
-    kind = "a positive int" if least else "a static, non-negative int"
+    kinds = {None: "a static int", 0: "a static, non-negative int"}
+    kind = kinds.get(least, "a positive int")
     message = f"{name} must be {kind}, got {show(x)}.{hint and ' '}{hint.strip()}"
     try:
         number = operator.index(x)
@@ -372,7 +404,7 @@ def static_int(name: str, x: Any, least: int = 0, hint: str = "") -> int:
         if isinstance(x, Tracer):
             message += " Under jit, make it a static argument (static_argnames)."
         raise TypeError(message) from None
-    if number < least:
+    if least is not None and number < least:
         raise ValueError(message)
     return number
 
@@ -445,19 +477,12 @@ def is_float_array(x: Any, rank: int = 0, kind: Any = jnp.inexact) -> bool:
     return jnp.issubdtype(dtype, kind)
 
 
-def check_capacity(capacity: Any, name: str = "capacity") -> int:
-    """Returns `capacity` as an int, or raises."""
-    if is_concrete(capacity) and capacity.ndim == 0 and capacity == capacity // 1:
-        capacity = int(capacity)  # a whole number in an array, of floats or integers
-    return static_int(name, capacity)
-
-
-def check_mode(mode: Any, modes: Sequence[str], hint: str, name: str = "mode") -> str:
+def check_mode(mode: Any, modes: Sequence[str], hint: str) -> str:
     """Returns `mode` if it is one of `modes`, `"raise"` as `"error"`; else raises."""
     if isinstance(mode, str) and mode in (*modes, "raise"):
         return "error" if mode == "raise" else mode
     names = ", ".join(map(repr, modes))
-    raise ValueError(f"{name} must be one of {names}, got {show(mode)}. {hint}")
+    raise ValueError(f"mode must be one of {names}, got {show(mode)}. {hint}")
 
 
 def check_bool(name: str, x: Any) -> bool:
@@ -487,20 +512,17 @@ def as_key(key: Any, from_int: bool = False) -> jax.Array:
     )
 
 
-def report_overflow(
-    values: jax.Array, count: Any, capacity: Any, way_out: str = ""
-) -> Any:
+def report_overflow(values: jax.Array, count: Any, capacity: Any) -> Any:
     """Raises if `count > capacity`; inside jit, `values` become NaN instead."""
     if is_concrete(count):
         if int(count) > capacity:
             raise ValueError(
-                f"{int(count)} distinct rows do not fit in capacity={capacity}. Pass "
-                f"capacity={int(count)} or more, or omit it."
+                f"{count} rows do not fit in capacity={capacity}. Pass {count} or more."
             )
         return values
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         raise ValueError(
             f"capacity={capacity} may be too small, and inside jit {values.dtype} "
-            f"values cannot become NaN to report it. Omit capacity{way_out}."
+            "values cannot become NaN to report it. Omit capacity."
         )
     return jnp.where(count > capacity, jnp.array(jnp.nan, values.dtype), values)

@@ -17,7 +17,6 @@ import jax
 import numpy as np
 from jax import experimental as _experimental, lax
 from jax._src import (
-    checkify as _checkify,
     core as _core,
     dispatch as _dispatch,
     source_info_util as _source_info,
@@ -71,12 +70,6 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, list[Any]]:
     """
     consts = getattr(jaxpr, "consts", None)
     return getattr(jaxpr, "jaxpr", jaxpr), list(consts or ())
-
-
-def arg_names(jaxpr: Any) -> list[str]:
-    """Returns the names of the inputs of a jitted function: `params['table']`."""
-    names = jaxpr.debug_info.arg_names or [""] * len(jaxpr.invars)
-    return [name or "" for name in names]
 
 
 def is_ref_type(aval: Any) -> bool:
@@ -417,30 +410,6 @@ def _on_one_device(own: Any, otherwise: Any) -> Any:
     return rule
 
 
-def _compiled_without_checkify(ctx: Any, *args: Any, message: str) -> Any:
-    del ctx, args
-    raise ValueError(message)
-
-
-# The identity. A program that contains it compiles only through `checkify.checkify`,
-# which removes it. JAX's own error does not say whose check it is.
-_needs_checkify_p = Primitive("needs_checkify")
-_needs_checkify_p.def_impl(lambda x, message: x)
-_needs_checkify_p.def_abstract_eval(lambda x, message: x)
-_mlir.register_lowering(_needs_checkify_p, _compiled_without_checkify)
-_batching.primitive_batchers[_needs_checkify_p] = lambda args, dims, message: (
-    _needs_checkify_p.bind(*args, message=message),
-    dims[0],
-)
-# The rule gets (error, enabled errors, x), since jax 0.12 after a context.
-_checkify.error_checks[_needs_checkify_p] = lambda *args, message: (args[-3], args[-1])
-
-
-def needs_checkify(x: jax.Array, message: str) -> jax.Array:
-    """Returns `x`, which compiles only under `checkify.checkify`; else raises."""
-    return _needs_checkify_p.bind(x, message=message)
-
-
 # ------------------------------------------------------------------ opaque integers
 
 
@@ -485,8 +454,4 @@ def define_opaque(
 
 def _draw(*args: Any) -> Any:
     """Stands for each function of a generator. A module's function can be pickled."""
-    del args
-    raise TypeError(
-        "jax.random: a random key is needed, got the row ids of a SelectedRows or the "
-        "scales of a QuantizedTable. Pass a key of jax.random.key."
-    )
+    raise TypeError("A random key is needed, got row ids or scales of a table.")

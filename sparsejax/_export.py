@@ -14,6 +14,7 @@ code of the model:
 `_rows.row_ids` registers the dtype of row ids.
 """
 
+import contextlib
 import json
 import sys
 import types
@@ -51,14 +52,12 @@ def register_all() -> None:
         ("optax.contrib", optax.contrib),
     ):
         for kind in _named_tuples(module):
-            try:
+            # A ValueError says that it is registered already: by the user's program,
+            # whose name stays; or by this loop, as optax has some in two modules.
+            with contextlib.suppress(ValueError):
                 jax.export.register_namedtuple_serialization(
                     kind, serialized_name=f"{name}.{kind.__name__}"
                 )
-            except ValueError:
-                # Registered already: by the user's program, whose name stays; or by
-                # this loop, since optax has some states in two modules.
-                continue
 
 
 def _named_tuples(package: types.ModuleType) -> list[type]:

@@ -126,9 +126,8 @@ def assert_equals_dense(
         raise ValueError("batches must have at least one batch, got none.")
     if not is_sparse:
         raise ValueError(
-            "no gradient is sparse, so both sides run the same program. "
-            "print(sparsejax.explain(loss)(params, batch)) says why; if a batch reads "
-            "more than half of a small table, require its gradient by tables=."
+            "no gradient is sparse, and sparsejax.explain(loss)(params, batch) says "
+            "why. If a batch reads most rows, require a sparse gradient by tables=."
         )
 
 
@@ -140,9 +139,8 @@ def _trained(loss: Callable, params: Any, has_aux: bool) -> tuple[Callable, Any]
     ]
     if not any(is_trained):
         raise ValueError(
-            f"params has no array of floats, got {_arguments.show(params)}. A "
-            "flax.nnx module is passed as its state: graph, params = nnx.split(model), "
-            "with nnx.merge(graph, params) in the loss."
+            f"params has no array of floats, got {_arguments.show(params)}. Pass a "
+            "flax.nnx module as its state, with nnx.merge(graph, params) in the loss."
         )
 
     def fun(params, *batch):

@@ -41,7 +41,6 @@ from sparsejax._rows import indexing
 from sparsejax._rows.order_after import always_true
 
 
-_CALL = "sparsejax.HashIndex"
 _LANES = 8  # slots per bucket: with 32-bit keys a bucket fills a cache line
 _EMPTY = np.uint32(0xFFFFFFFF)  # the row stored in an empty slot
 _CHUNK = 4096  # new keys inserted per turn of a loop
@@ -57,8 +56,7 @@ class HashIndex:
 
     `insert` gives each new key a row of an embedding table of `capacity` rows, and
     evicts keys when all rows are in use; `find` only looks up. It is a pytree of static
-    shape, so it works under `jit`, `scan`, donation and `shard_map`, and is saved like
-    any tree.
+    shape, for `jit`, `scan`, donation and `shard_map`, and is saved like any tree.
 
     - A row belongs to one key until the key is evicted. A key without a row has the
       row number `capacity`, which `sparsejax.lookup` treats as out of range.
@@ -96,9 +94,8 @@ class HashIndex:
       Array([0, 3], dtype=int32)
 
     References:
-      Azar, Broder, Karlin, Upfal, 1999, "Balanced Allocations"; Einziger, Friedman,
-      Manes, 2017, "TinyLFU" (the sketch); TorchRec, managed collision (ZCH);
-      TensorFlow Recommenders Addons, dynamic embedding.
+      Azar et al., 1999, "Balanced Allocations"; Einziger et al., 2017, "TinyLFU" (the
+      sketch); TorchRec, managed collision (ZCH).
     """
 
     slots: jax.Array
@@ -176,9 +173,9 @@ class HashIndex:
         seed = _arguments.static_int("seed", seed)
 
         num_buckets = _arguments.next_power_of_two(2 * capacity) // _LANES or 1
-        zero = lambda dtype: jnp.zeros((), dtype)
         empty = jnp.full((num_buckets * _LANES, 1), _EMPTY)
         keys = jnp.zeros((num_buckets * _LANES, key_bits // 32), jnp.uint32)
+        totals = "seen", "evicted", "refused", "waiting"
         sketch = None
         if rules.admit_after > 1:
             width = _arguments.next_power_of_two(max(1024, capacity))
@@ -189,18 +186,11 @@ class HashIndex:
             counts=jnp.zeros((capacity,), jnp.int32),
             last_step=jnp.zeros((capacity,), jnp.uint32),
             sketch=sketch,
-            num_seen=zero(jnp.uint32),
-            hand=zero(jnp.int32),
-            num_keys=zero(jnp.int32),
-            num_evicted=zero(jnp.uint32),
-            num_refused=zero(jnp.uint32),
-            num_waiting=zero(jnp.uint32),
+            **{name: jnp.zeros((), jnp.int32) for name in ("hand", "num_keys")},
+            **{f"num_{name}": jnp.zeros((), jnp.uint32) for name in totals},
             key_bits=int(key_bits),
-            policy=rules.policy,
-            admit_after=rules.admit_after,
-            max_evictions=rules.max_evictions,
-            window=rules.window,
             seed=seed,
+            **dataclasses.asdict(rules),
         )
 
     @property
@@ -209,16 +199,13 @@ class HashIndex:
         return self.slot_of_row.shape[0]
 
     def __repr__(self) -> str:
-        used = "?"
-        if _arguments.is_concrete(self.num_keys) and np.ndim(self.num_keys) == 0:
-            used = str(int(self.num_keys))
-        shape = getattr(self.slot_of_row, "shape", ())
+        is_one = _arguments.is_concrete(self.num_keys) and not np.ndim(self.num_keys)
+        used = int(self.num_keys) if is_one else "?"
+        rows = " x ".join(map(str, getattr(self.slot_of_row, "shape", "?")))
         more = [f"{self.key_bits}-bit keys", self.policy]
-        if self.admit_after > 1:
-            more.append(f"admit_after={self.admit_after}")
-        if self.max_evictions is not None:
-            more.append(f"max_evictions={self.max_evictions}")
-        rows = " x ".join(map(str, shape)) or "?"
+        for name, usual in (("admit_after", 1), ("max_evictions", None)):
+            value = getattr(self, name)
+            more += [f"{name}={value}"] * (value != usual)
         return f"HashIndex({used} of {rows} rows, {', '.join(more)})"
 
     # -------------------------------------------------------------- keys
@@ -279,8 +266,7 @@ class HashIndex:
         array = np.asarray(words)
         if array.dtype != np.uint32 or array.shape[-1:] != (2,):
             raise ValueError(
-                f"{_CALL}.join_keys: words must be uint32 of shape [..., 2], got "
-                f"{_arguments.kind_of(array)}. HashIndex.split_keys makes them."
+                f"words must be uint32 [..., 2], got {_arguments.kind_of(array)}."
             )
         high = array[..., 1].astype(np.uint64) << np.uint64(32)
         return (high | array[..., 0].astype(np.uint64)).view(np.int64)
@@ -326,8 +312,8 @@ class HashIndex:
           int32, of the shape of `keys`.
 
         Raises:
-          TypeError: `keys` are not integers, or have another number of bits.
-          ValueError: NumPy `keys` do not fit in 32 bits.
+          TypeError, ValueError: `keys` are not integers, or do not fit in the bits of
+            this index.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -384,8 +370,7 @@ class HashIndex:
             mask = _arguments.to_array(where, "where", "an array of booleans")
             if mask.shape != shape or mask.dtype != jnp.bool_:
                 raise ValueError(
-                    f"where must be booleans of the shape of keys, {shape}, got "
-                    f"{_arguments.kind_of(mask)}."
+                    f"where must be booleans {shape}, got {_arguments.kind_of(mask)}."
                 )
             mask = mask.reshape(-1)
         if not words[0].size:
@@ -451,26 +436,19 @@ class HashIndex:
             else:
                 raise TypeError(
                     f"This index has 64-bit keys, got {keys.dtype} of shape "
-                    f"{keys.shape}. Pass int64, or the uint32 [..., 2] that "
-                    "HashIndex.split_keys makes of keys. Call it before jit, which "
-                    "truncates int64 to int32 unless jax_enable_x64 is set."
+                    f"{keys.shape}. Call HashIndex.split_keys(keys) before jit."
                 )
         elif not wide:
             words, shape = (_word(keys),), keys.shape
-        elif isinstance(keys, np.ndarray):
-            low, high = (int(keys.min()), int(keys.max())) if keys.size else (0, 0)
-            if low < -(2**31) or high >= 2**32:
+        else:
+            is_known = isinstance(keys, np.ndarray)
+            least, most = -(2**31), 2**32 - 1
+            if not is_known or np.any((keys < least) | (keys > most)):
                 raise ValueError(
-                    f"This index has 32-bit keys, got {keys.dtype} from {low} to "
-                    f"{high}. Make it with HashIndex.create(..., key_bits=64)."
+                    f"This index has 32-bit keys, got {keys.dtype}. Make it with "
+                    "HashIndex.create(..., key_bits=64), or cast the keys to int32."
                 )
             words, shape = (keys.astype(np.uint32),), keys.shape
-        else:
-            raise TypeError(
-                f"This index has 32-bit keys, got {keys.dtype}. Make it with "
-                "HashIndex.create(..., key_bits=64), or cast the keys to int32 if "
-                "they fit."
-            )
         flat = tuple(jnp.asarray(word).reshape(-1) for word in words)
         return flat, tuple(shape)
 
@@ -479,11 +457,8 @@ class HashIndex:
 
 
 def _as_integers(keys: Any) -> Any:
-    if isinstance(keys, (int, list, tuple)) and not isinstance(keys, bool):
-        try:  # NumPy keeps 64 bits, which JAX would cut to 32
-            keys = np.asarray(keys)
-        except ValueError:
-            pass  # lists of different lengths: as_integers raises the error
+    if isinstance(keys, (int, list, tuple)):
+        keys = np.asarray(keys)  # NumPy keeps 64 bits, which JAX would cut to 32
     return _arguments.as_integers(keys, "keys")
 
 
@@ -492,10 +467,7 @@ def _as_step(step: Any) -> jax.Array:
     if not isinstance(step, jax.Array):
         step = np.asarray(step)  # JAX would cut 64 bits to 32
     if step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
-        raise TypeError(
-            "step must be one integer, the number of the training step, got "
-            f"{_arguments.kind_of(step)}."
-        )
+        raise TypeError(f"step must be one integer, got {_arguments.kind_of(step)}.")
     if _arguments.is_concrete(step) and not 0 <= int(step) < 2**32:
         raise ValueError(
             f"step must be in [0, 2^32), got {int(step)}. Number the training steps, "
@@ -646,7 +618,7 @@ def _insert(
     evicted, hand = lax.cond(
         num_evicted > 0,
         lambda: _choose_victims(index, step, num_evicted, most),
-        lambda: (_no_rows(index, most), index.hand),
+        lambda: (_vary_like(jnp.full((most,), capacity, jnp.int32), zero), index.hand),
     )
     index = _write(index, claims, evicted, free, step)
     index = dataclasses.replace(
@@ -888,10 +860,6 @@ def _count_evictable(index: HashIndex, step: jax.Array, most: int) -> jax.Array:
     """Returns the number of rows that a call may evict."""
     *_, evictable = _evictable(index, step, most)
     return jnp.minimum(jnp.sum(evictable, dtype=jnp.int32), np.int32(most))
-
-
-def _no_rows(index: HashIndex, most: int) -> jax.Array:
-    return _vary_like(jnp.full((most,), index.capacity, jnp.int32), index.hand)
 
 
 def _choose_victims(

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.lowerings import cpu, cuda, xla
+from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._lookup.lowerings.xla import BagSpec
-from sparsejax._rows import indexing, quantized
+from sparsejax._rows import indexing, merge_cuda, quantized
 from sparsejax._rows.quantized import QuantizedTable
 
 
@@ -213,11 +213,33 @@ bag_sum_p = _compat.primitive(
     batch=_batch,
 )
 
+
+def add_merged_bags(
+    sums: jax.Array,
+    ids: jax.Array,
+    *rest: jax.Array,
+    height: int,
+    spec: BagSpec,
+) -> jax.Array:
+    """Computes `xla.add_bags` on CUDA, where adding floats to equal rows takes atomics.
+
+    It merges duplicates first, so the order of additions is fixed.
+    """
+    rows = xla.row_cotangents(sums, ids, *rest, spec=spec)
+    rows = indexing.merge_axes(rows, ids.ndim)
+    empty = _arguments.scalar(height, ids)
+    ids = jnp.where(indexing.in_range(ids, height), ids, empty).reshape(-1)
+    distinct, at, total, _ = merge_cuda.merge_rows(ids, rows, height)
+    zeros = jnp.zeros((height, *sums.shape[1:]), sums.dtype)
+    total = indexing.take_rows(total, at)
+    return indexing.set_distinct_rows(zeros, distinct, total)
+
+
 # The transpose of `bag_sum`: adds the cotangent of each bag to the bag's rows.
 _add_bags_p = _compat.primitive(
     "add_bags",
     xla.add_bags,
-    {"cuda": cuda.add_bags},
+    {"cuda": add_merged_bags},
     transposes={
         0: _sums_transpose,
         2: _sums_weights_transpose,

@@ -89,8 +89,7 @@ def dot(
     dense = as_table(dense, "dense")
     if transpose and num_columns is None:
         raise ValueError(
-            "transpose=True needs the number of columns, which a SegmentTensor does "
-            "not store. Pass num_columns."
+            "transpose=True needs num_columns if csr is a SegmentTensor. Pass it."
         )
     shape = (
         csr.num_segments,
@@ -112,10 +111,7 @@ def dot(
     index = jnp.where(counts, index, _arguments.scalar(shape[1], index))
     dtype = indexing.promote(value.dtype, dense.dtype)
     if dtype == jnp.bool_:
-        raise TypeError(
-            "value and dense must not both be bool. Cast one of them; "
-            ".astype(jnp.int32) counts."
-        )
+        raise TypeError("value and dense must not both be bool. Cast one with .astype.")
     wide = indexing.accumulator_dtype(dtype)
     value = indexing.zero_unless(counts, value).astype(wide)
 
@@ -159,9 +155,8 @@ def _as_csr(csr: Any, num_columns: int | None) -> tuple[SegmentTensor, int | Non
         if is_csr:
             kind += f", format {getattr(csr, 'format', 'BCSR')} and shape {csr.shape}"
         raise TypeError(
-            "csr must be a SegmentTensor with values {'index', 'value'}, a scipy "
-            f"CSR matrix or a BCSR, got {kind}. Use SegmentTensor.from_csr(indptr, "
-            "indices, data), or .tocsr() for scipy's other formats."
+            "csr must be a SegmentTensor with values {'index', 'value'}, a scipy CSR "
+            f"matrix or a BCSR, got {kind}. Call .tocsr() or SegmentTensor.from_csr."
         )
     if num_columns is not None and num_columns != csr.shape[1]:
         raise ValueError(f"num_columns={num_columns}, but csr has shape {csr.shape}.")

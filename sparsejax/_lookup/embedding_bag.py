@@ -36,7 +36,11 @@ from sparsejax._rows import (
 from sparsejax._segments import SegmentTensor
 from sparsejax._segments.reduce.exponentials import segment_logsumexp
 from sparsejax._segments.reduce.extremes import segment_max, segment_min
-from sparsejax._segments.reduce.segments import Segments, check_arguments
+from sparsejax._segments.reduce.segments import (
+    Segments,
+    check_arguments,
+    check_weights,
+)
 
 
 _SUMS = ("sum", "mean", "sqrtn")
@@ -61,43 +65,38 @@ def embedding_bag(
 ) -> jax.Array:
     """Reduces rows of `table`, by id, to one row per bag.
 
-    With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of
-    bag b:
+    With `x_i = table[ids[i]]` and weights `w_i` (1 by default), over the i of bag b:
 
     - `"sum"`: `out[b] = sum w_i x_i`
     - `"mean"`: `out[b] = sum w_i x_i / sum w_i`
     - `"sqrtn"`: `out[b] = sum w_i x_i / sqrt(sum w_i^2)`
-    - `"max"`, `"min"`: per column; ties share the gradient evenly
-    - `"logsumexp"`: `out[b] = log sum exp(x_i)`
+    - `"max"`, `"min"`, `"logsumexp"`: per column
     - `"none"`: the rows themselves, as `sparsejax.lookup` returns them
 
     An empty bag, and a bag whose divisor is 0, give zeros. Differentiable in `table`
-    and `weights`; under `sparsejax.grad` the gradient of the table is a SelectedRows.
+    and `weights`.
 
     Args:
       table: `[V, ...]`, as in `sparsejax.lookup`.
       ids: integers. `[n]`, with `segment_ids`; or `[..., L]`, one bag per row,
         padded with `padding_id`; or a SegmentTensor of ids.
-      segment_ids: integers `[n]`, the bag of each id. An id whose segment is
-        outside `[0, num_segments)` is in no bag and is not read.
-      num_segments: static int, the number of bags. None means the largest
-        segment id plus 1, outside of `jit` only.
-      weights: real numbers with the shape of `ids` (or of its values), for the
-        combiners sum, mean and sqrtn.
+      segment_ids: integers `[n]`, the bag of each id; out of range for an id that is
+        in no bag.
+      num_segments: static int, the number of bags; by default the largest segment id
+        plus 1, outside of `jit` only.
+      weights: real numbers with the shape of `ids`, for sum, mean and sqrtn.
       combiner: how a bag is reduced.
       mode, max_norm: as in `sparsejax.lookup`. An id out of range counts in a mean.
       padding_id: int, an id that does not count in any bag.
       indices_are_sorted: bool, a promise that `segment_ids` ascend, which is faster.
 
     Returns:
-      `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for
-      padded ids, of the table's dtype; means and weighted sums of integers are
-      float32. For `"none"`, `[*ids.shape, *table.shape[1:]]`.
+      `[num_segments, *table.shape[1:]]`, or `[..., *table.shape[1:]]` for padded ids,
+      of the table's dtype; means and weighted sums of integers are float32.
 
     Raises:
-      TypeError: an argument has the wrong type or dtype.
-      ValueError: `combiner` or `mode` is unknown, `combiner` has no weights, shapes do
-        not match, or the bags are missing or passed twice.
+      TypeError, ValueError: an argument has the wrong type, dtype or shape, or the
+        bags are missing or passed twice.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -117,9 +116,17 @@ def embedding_bag(
     mode = lookup.check_mode(mode)
     max_norm = lookup.check_max_norm(max_norm, table.dtype)
     combiner = check_combiner(combiner)
-    _check_combiner_fits(combiner, weights, table)
+    if weights is not None and combiner not in _SUMS:
+        raise ValueError(
+            f"weights need combiner 'sum', 'mean' or 'sqrtn', got {combiner!r}. Leave "
+            "them out, or scale the rows of sparsejax.lookup."
+        )
     is_tensor = isinstance(ids, SegmentTensor)
-    _check_ids(ids)
+    if is_tensor and not hasattr(ids.values, "dtype"):
+        raise TypeError(
+            f"ids.values must be one array, got {_arguments.kind_of(ids.values)}. Pass "
+            "a SegmentTensor of that array, or the inner SegmentTensor."
+        )
     element_ids = _arguments.as_integers(ids.values if is_tensor else ids)
     padding = lookup.padding_mask(element_ids, padding_id)
     if weights is not None:
@@ -210,38 +217,17 @@ class _Bags:
         return unit * arithmetic.root(self.total(x * x))
 
 
-def _check_ids(ids: Any) -> None:
-    """Raises for a tree of ids and for lists of different lengths."""
-    if isinstance(ids, SegmentTensor):
-        if not hasattr(ids.values, "dtype"):
-            raise TypeError(
-                "The values of the SegmentTensor must be one array of ids, got "
-                f"{_arguments.kind_of(ids.values)}. Pass one of its arrays as "
-                "SegmentTensor(st.values['ids'], st.segment_ids, st.num_segments). If "
-                "its values are a SegmentTensor, pass embedding_bag(table, st.values), "
-                "which has one bag per inner segment."
-            )
-    elif isinstance(ids, (list, tuple)):
-        if len({len(x) for x in ids if isinstance(x, (list, tuple))}) > 1:
-            raise TypeError(
-                "ids must be an array, got lists of different lengths. Convert them: "
-                "embedding_bag(table, SegmentTensor.from_lists(ids))."
-            )
-
-
 def _check_padded(ids: Any, segment_ids: Any, num_segments: Any) -> None:
     """Raises unless `ids` are padded, and nothing else says which bags there are."""
-    for name, value in (("segment_ids", segment_ids), ("num_segments", num_segments)):
-        if value is not None and ids.ndim > 1:
-            raise ValueError(
-                f"{name} must be left out for ids of shape {ids.shape}, which are one "
-                "bag per row. Leave it out, or pass ids [n] with segment_ids."
-            )
+    if ids.ndim > 1 and not (segment_ids is None is num_segments):
+        raise ValueError(
+            f"ids of shape {ids.shape} are one bag per row. Omit segment_ids and "
+            "num_segments, or pass ids [n] with segment_ids."
+        )
     if ids.ndim < 2:
         raise ValueError(
             f"ids of shape {ids.shape} need segment_ids, the bag of each id. Pass "
-            "segment_ids and num_segments, a SegmentTensor, or ids padded to [B, L], "
-            "one bag per row."
+            "them, a SegmentTensor, or ids padded to [B, L], one bag per row."
         )
 
 
@@ -256,39 +242,9 @@ def check_combiner(combiner: Any) -> str:
     return combiner
 
 
-def _check_combiner_fits(combiner: str, weights: Any, table: Any) -> None:
-    if weights is not None and combiner not in _SUMS:
-        raise ValueError(
-            "weights need combiner 'sum', 'mean' or 'sqrtn', got "
-            f"combiner={combiner!r}. Leave them out, or scale the rows of "
-            "sparsejax.lookup."
-        )
-    if combiner == "logsumexp" and not jnp.issubdtype(table.dtype, jnp.floating):
-        raise TypeError(
-            "combiner='logsumexp' needs a real floating-point table, got "
-            f"{table.dtype}. Cast it with .astype(jnp.float32)."
-        )
-
-
 def _as_weights(weights: Any, ids: Any, dtype: Any) -> jax.Array:
     """Returns `weights` in the shape of `ids`, in the accumulator dtype of `dtype`."""
-    if isinstance(weights, SegmentTensor):
-        raise TypeError(
-            "weights must be an array, got a SegmentTensor. Pass weights.values, one "
-            "number per id."
-        )
-    weights = _arguments.to_array(weights, "weights")
-    if weights.shape != ids.shape:
-        raise ValueError(
-            f"weights must have the shape of ids, {ids.shape}, one number for each, "
-            f"got {weights.shape}."
-        )
-    real = jnp.issubdtype(weights.dtype, jnp.floating)
-    if not (real or jnp.issubdtype(weights.dtype, jnp.integer)):
-        raise TypeError(
-            f"weights must be real numbers, got {weights.dtype}. Cast them with "
-            ".astype(jnp.float32)."
-        )
+    weights = check_weights(_arguments.to_array(weights, "weights"), ids.shape)
     return weights.astype(indexing.float_accumulator_dtype(dtype))
 
 

@@ -12,7 +12,6 @@ table itself has the table's size.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jax.experimental import checkify
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
+from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._rows import (
     RowTable,
     SelectedRows,
@@ -77,10 +77,8 @@ def lookup(
       shard the ids and not the table, they shard the rows in the same way.
 
     Raises:
-      TypeError: `table` is not an array, `ids` are not integers, `padding_id` or
-        `max_norm` is not static, or the table of `max_norm` is not floating point.
-      ValueError: `table` is a scalar, `mode` is unknown, or `max_norm` is not
-        positive; or a program with mode `"error"` is compiled without `checkify`.
+      TypeError, ValueError: an argument is not as described, or a program with mode
+        `"error"` is compiled without `checkify`.
       checkify.JaxRuntimeError: ids are out of range, under mode `"error"`.
 
     Example:
@@ -121,14 +119,9 @@ def check_mode(mode: Any) -> str:
 
 def as_padding_id(padding_id: Any) -> int | None:
     """Returns `padding_id` as an int or None; raises for anything else."""
-    try:
-        return None if padding_id is None else operator.index(padding_id)
-    except TypeError:
-        raise TypeError(
-            "padding_id must be a static int or None, got "
-            f"{_arguments.show(padding_id)}. Pass a Python int; inside jit it cannot "
-            "be a traced argument."
-        ) from None
+    if padding_id is None:
+        return None
+    return _arguments.static_int("padding_id", padding_id, None)
 
 
 def padding_mask(ids: Any, padding_id: Any) -> jax.Array | None:
@@ -146,24 +139,12 @@ def check_max_norm(max_norm: Any, dtype: Any) -> float | None:
     """Returns `max_norm` as a positive float or None, or raises."""
     if max_norm is None:
         return None
-    try:
-        # A string is rejected, although float("1.0") would accept it.
-        norm = float("" if isinstance(max_norm, str) else max_norm)
-    except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
-        raise TypeError(
-            "max_norm must be a static number or None, got "
-            f"{_arguments.show(max_norm)}. Pass a Python float; inside jit it cannot "
-            "be a traced argument."
-        ) from None
+    norm = float(max_norm)
     if not norm > 0:
-        raise ValueError(
-            f"max_norm must be a positive number, got {max_norm}. Leave it out to keep "
-            "the rows unscaled."
-        )
+        raise ValueError(f"max_norm must be a positive number, got {max_norm}.")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"max_norm needs a floating-point table, got {dtype}. Cast the table, or "
-            "leave max_norm out."
+            f"max_norm needs a table of floats, got {dtype}. Cast the table."
         )
     return norm
 
@@ -226,27 +207,14 @@ def check_none(table: Any, bad: jax.Array, ids: jax.Array) -> None:
     if ids.size == 0:
         return  # argmax below needs at least one
     # checkify fills in the braces when the program runs.
-    if isinstance(table, SelectedRows):
-        message = (
-            "sparsejax, mode='error': {bad} of {total} ids are rows that the "
-            "SelectedRows does not store; the first is {first} and its height is "
-            "{height}. Pull those rows first, pass a padding_id, or use mode='zero'."
-        )
-    else:
-        message = (
-            "sparsejax, mode='error': {bad} of {total} ids are out of range; the first "
-            "is {first} and the table has {height} rows. Correct the ids, pass a "
-            "padding_id, or use another mode."
-        )
-    ok = _compat.needs_checkify(
-        ~jnp.any(bad),
-        "sparsejax, mode='error': inside jit, scan and the like this mode needs "
-        "jax.experimental.checkify: error, out = jax.jit(checkify.checkify(f))(...), "
-        "then error.throw(). Or use another mode.",
-    )
+    is_pulled = isinstance(table, SelectedRows)
+    not_stored = "rows that the SelectedRows does not store"
+    fault = not_stored if is_pulled else "out of range"
     checkify.check(
-        ok,
-        message,
+        ~jnp.any(bad),
+        f"sparsejax, mode='error': {{bad}} of {{total}} ids are {fault}; the first is "
+        "{first} and the table has {height} rows. Correct the ids or pull their rows, "
+        "pass a padding_id, or use another mode.",
         bad=jnp.sum(bad, dtype=jnp.int32),
         total=np.array(ids.size, _arguments.index_dtype(ids.size)),
         first=ids.reshape(-1)[jnp.argmax(bad.reshape(-1))],
@@ -270,3 +238,40 @@ def clip_rows(rows: jax.Array, max_norm: float, row_ndim: int) -> jax.Array:
     over = norm > max_norm / unit  # False for zeros and for NaN
     scale = max_norm / jnp.where(over, norm, 1)
     return jnp.where(over, (x * scale).astype(rows.dtype), rows)
+
+
+# ------------------------------------------------------------------ flat ids
+
+# Rows by flat ids: a primitive with a lowering per platform.
+read_rows_p = _compat.primitive(
+    "read_rows",
+    xla.read_rows,
+    {"cpu": cpu.read_rows},
+    types=lambda table, ids, fill: [(ids.shape + table.shape[1:], table.dtype)],
+)
+
+
+def read_rows(
+    table: jax.Array, ids: jax.Array, *, fill: bytes | None = None
+) -> jax.Array:
+    """Returns `table[ids]` for flat ids.
+
+    Args:
+      table: `[V, ...]`.
+      ids: integers `[n]`.
+      fill: the bytes of the number, of the table's dtype, that an id out of range
+        reads; if None, it reads the nearest row.
+
+    Returns:
+      `[n, ...]`, of the table's dtype.
+    """
+    table = jnp.asarray(table)
+    ids = _arguments.as_ids(ids, table.shape[0])
+    # If the types of these arrays have a mesh, XLA's gather propagates it.
+    if _compat.has_mesh(table) or _compat.has_mesh(ids):
+        return xla.read_rows(table, ids, fill=fill)
+    if not jnp.issubdtype(table.dtype, jnp.floating) or table.shape[0] == 0:
+        return xla.read_rows(table, ids, fill=fill)
+    return read_rows_p.bind(
+        table, jnp.maximum(ids, _arguments.scalar(-1, ids)), fill=fill
+    )

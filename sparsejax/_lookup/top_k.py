@@ -68,10 +68,7 @@ def top_k(
       than k rows are left, the other slots have score -inf and id -1.
 
     Raises:
-      TypeError: `table` or `queries` is not an array of floats, ids are not integers,
-        or `k` or `chunk_size` is not a static int.
-      ValueError: shapes do not match, `k` or `chunk_size` is not positive, `k` is above
-        V, or `score` is unknown.
+      TypeError, ValueError: an argument is not as described, or shapes do not match.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -92,8 +89,7 @@ def top_k(
         bias = _arguments.to_array(bias, "bias", "an array of floats")
         if bias.shape not in ((len(table),), (len(table), 1)):
             raise ValueError(
-                f"bias must be [V] or [V, 1] with the V = {len(table)} rows of table, "
-                f"got shape {bias.shape}."
+                f"bias must be [{len(table)}] or [{len(table)}, 1], got {bias.shape}."
             )
         bias = lax.stop_gradient(bias.reshape(len(table), 1))
     return results(search, *search_rows(search, table, bias, chunk_size))
@@ -137,8 +133,7 @@ def as_search(
     k = _arguments.static_int("k", k, 1)
     if k > height:
         raise ValueError(f"k={k} is above the number of rows of the table, {height}.")
-    fix = "To search with ids, look them up first."
-    queries = _arguments.as_floats(queries, "queries", fix)
+    queries = _arguments.as_floats(queries, "queries")
     fun: Any = score
     if not callable(score):
         if len(shape) != 2 or queries.shape[-1:] != shape[1:]:
@@ -261,19 +256,12 @@ def _excluded_pairs(
     if isinstance(exclude, SegmentTensor):
         if exclude.num_segments != size:
             raise ValueError(
-                f"exclude must have a segment for each of the {size} queries, got "
-                f"{exclude.num_segments}."
+                f"exclude must have {size} segments, got {exclude.num_segments}."
             )
         ids = _arguments.as_ids(exclude.values, height, "exclude")
         query = exclude.segment_ids
         # An element outside all segments excludes nothing.
         return jnp.where(query < 0, _arguments.scalar(size, query), query), ids
-    if _is_ragged(exclude):
-        raise TypeError(
-            "exclude must be an array or a SegmentTensor, got sets, or lists of "
-            "several lengths. Pass SegmentTensor.from_lists([list(ids) for ids in "
-            "exclude])."
-        )
     ids = _arguments.as_ids(exclude, height, "exclude")
     if ids.ndim != 1 and ids.shape[:-1] != lead or not ids.ndim:
         raise ValueError(
@@ -283,15 +271,6 @@ def _excluded_pairs(
     each = ids.shape[-1]
     ids = jnp.broadcast_to(ids, (*lead, each)).reshape(size * each)
     return jnp.repeat(lax.iota(jnp.int32, size), each), ids
-
-
-def _is_ragged(x: Any) -> bool:
-    """Returns True if `x` is a list of sets, or of lists of different lengths."""
-    if not isinstance(x, list | tuple):
-        return False
-    inner = [y for y in x if isinstance(y, list | tuple | set | frozenset)]
-    is_set = any(isinstance(y, set | frozenset) for y in inner)
-    return is_set or len(set(map(len, inner))) > 1
 
 
 # ------------------------------------------------------------------ scores

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any, NoReturn, Self, TypeGuard
+from typing import Any, Self, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from sparsejax import _arguments, _compat
-from sparsejax._arguments import ArrayLike, KeyLike, Scalar
+from sparsejax._arguments import ArrayLike, KeyLike
 from sparsejax._rows import indexing, merge, row_ids
 from sparsejax._rows.selected_rows import SelectedRows
 
@@ -49,7 +49,7 @@ _FLOAT32 = 2.0**-24
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class QuantizedTable:
+class QuantizedTable(_arguments.NotAnArray):
     """A table with 8, 4 or 2 bits per number, and a scale and a bias for each row.
 
     Represents the array of rows `scale[v] * codes[v] + bias[v]`. `sparsejax.quantize`
@@ -63,7 +63,6 @@ class QuantizedTable:
     - `get(ids)`: rows by id; `pull(ids)`: the same as a SelectedRows, for training.
     - `dequantize()`: the whole array; `requantize(array)`: the inverse, in the same
       form.
-    - `average(other, weight)`: the weighted mean of two tables.
     - `astype(dtype)`: changes the dtype of reads.
     - `unpack()`: the same numbers with one code per byte, which is faster to read.
     - `to_fused()`, `from_fused(...)`: to and from one array of bytes.
@@ -101,8 +100,11 @@ class QuantizedTable:
     row_shape: tuple[int, ...]
     dtype: np.dtype
 
-    # `array + table` must not become NumPy's loop over objects.
-    __array_ufunc__ = None
+    _as_array = (
+        "Read rows with sparsejax.lookup(table, ids), or call .dequantize() for the "
+        "whole array."
+    )
+    _parts = ".dequantize(), or the .codes and .scale_bias of two tables"
 
     def __init__(
         self,
@@ -196,35 +198,12 @@ class QuantizedTable:
             f"scale_dtype={self.scale_dtype.name}, nbytes={self.nbytes})"
         )
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"A QuantizedTable of shape {self.shape} was used where an array is "
-            "needed, by jnp.asarray, np.asarray or a NumPy function. Read rows with "
-            "sparsejax.lookup(table, ids), or call .dequantize() for the whole array."
-        )
-
-    def __eq__(self, other: Any) -> bool:
-        """Raises a TypeError for tables and arrays; else compares the identity."""
-        if isinstance(other, (QuantizedTable, jax.Array, np.ndarray)):
-            raise TypeError(
-                "QuantizedTable == and != are not defined. Compare .dequantize(), or "
-                "the .codes and .scale_bias of two tables."
-            )
-        return NotImplemented
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
-
     # -- reading -----------------------------------------------------------------
 
     def __getitem__(self, ids: ArrayLike) -> jax.Array:
         """Reads rows by id as `dequantize()[ids]` does; see `get` for other ids."""
         way_out = "Use sparsejax.lookup(table, ids), .get(ids), or .dequantize()."
         return read(self, _arguments.as_indices(ids, self.shape[0], way_out), 0)
-
-    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
-    __iter__ = None
-    __contains__ = None
 
     def get(self, ids: ArrayLike) -> jax.Array:
         """Reads rows by id; zeros for an id out of range, as `SelectedRows.get`.
@@ -290,7 +269,8 @@ class QuantizedTable:
         """Quantizes other rows in the form of this table: the inverse of `dequantize`.
 
         The form is `bits`, `scale_dtype`, and the `dtype` of reads. Every row gets the
-        range of its numbers, as in `sparsejax.quantize`.
+        range of its numbers, as in `sparsejax.quantize`. A moving average needs a key:
+        rounded to the nearest code, most numbers would not move.
 
         Args:
           array: floats of the shape of the table.
@@ -312,9 +292,7 @@ class QuantizedTable:
         array = _arguments.as_floats(array, "array")
         if array.shape != self.shape:
             raise ValueError(
-                f"array must be of the shape of the table, {self.shape}, got "
-                f"{_arguments.kind_of(array)}. Use sparsejax.quantize for a table of "
-                "another shape."
+                f"array must be {self.shape} as the table, got {array.shape}."
             )
         # A stack of tables is quantized as one table.
         rows = array.reshape(math.prod(self.codes.shape[:-1]), *self.row_shape)
@@ -323,48 +301,6 @@ class QuantizedTable:
         return treedef.unflatten(
             x.reshape(like.shape) for x, like in zip(jax.tree.leaves(new), old)
         )
-
-    def average(
-        self,
-        other: QuantizedTable | ArrayLike,
-        weight: Scalar = 0.5,
-        key: KeyLike | None = None,
-    ) -> Self:
-        """Averages with another table, weighted, in the form of this one.
-
-          (1 - weight) * self + weight * other
-
-        It is computed in floats and quantized again, so it makes the whole arrays of
-        floats. A moving average with a small `weight` needs a key: rounded to the
-        nearest code, most numbers would not move.
-
-        Args:
-          other: a QuantizedTable in any form, or an array, of the shape of the table.
-          weight: scalar, of `other`.
-          key: a PRNG key or an int, to round up or down at random.
-
-        Returns:
-          QuantizedTable.
-
-        Raises:
-          TypeError, ValueError: as for `requantize`.
-
-        Example:
-          >>> import jax.numpy as jnp, sparsejax as sj
-          >>> a, b = (sj.quantize(x * jnp.array([[1.0, 2.0]])) for x in (1, 3))
-          >>> a.average(b).dequantize()
-          Array([[2., 4.]], dtype=float32)
-
-        References:
-          `optax.incremental_update`.
-        """
-        old = self.dequantize()
-        new = other.dequantize() if is_quantized(other) else other
-        new = _arguments.as_floats(new, "other")
-        wide = indexing.accumulator_dtype(indexing.promote(old.dtype, new.dtype))
-        weight = _arguments.as_scalar(weight, "weight", wide)
-        mean = (1 - weight) * old.astype(wide) + weight * new.astype(wide)
-        return self.requantize(mean, key)
 
     # -- other forms -------------------------------------------------------------
 
@@ -455,19 +391,18 @@ class QuantizedTable:
         fused = _arguments.to_array(fused, "fused", "an array of bytes")
         if fused.dtype != jnp.uint8 or fused.ndim != 2:
             raise TypeError(
-                "fused must be a uint8 array [V, bytes], got "
-                f"{_arguments.kind_of(fused)}. For bytes on disk use np.fromfile(path, "
-                "np.uint8).reshape(rows, -1)."
+                "fused must be a uint8 array [V, bytes], such as np.fromfile(path, "
+                f"np.uint8).reshape(V, -1), got {_arguments.kind_of(fused)}."
             )
         tail = 2 * pair_dtype.itemsize
         num_bytes = max(fused.shape[1] - tail, 1)
         features = num_bytes * (8 // bits) if features is None else features
         features = _arguments.static_int("features", features, 1)
-        if fused.shape[1] != _num_bytes(features, bits) + tail:
+        columns = _num_bytes(features, bits) + tail
+        if fused.shape[1] != columns:
             raise ValueError(
-                f"fused must have {_num_bytes(features, bits) + tail} columns, for "
-                f"features={features} codes of {bits} bits and {tail} bytes of scale "
-                f"and bias, got {fused.shape[1]}. Check features, bits and scale_dtype."
+                f"fused must have {columns} columns for {features} codes of {bits} "
+                f"bits, got {fused.shape[1]}. Check features, bits and scale_dtype."
             )
         codes, pair = fused[:, :-tail], fused[:, -tail:]
         pair = lax.bitcast_convert_type(pair.reshape(len(pair), 2, -1), pair_dtype)
@@ -590,8 +525,7 @@ def quantize(
 
     With `search="greedy"`, the range is cut from both ends where that makes the sum of
     squared errors smaller, which pays for 4 and 2 bits. Outside of `jit`, results equal
-    Caffe2's operators bit for bit; inside, XLA may round the last bit of a scale
-    differently.
+    Caffe2's operators bit for bit.
 
     Args:
       table: floats `[V, ...]`, of rank 2 or more. A row is what one id reads.
@@ -608,20 +542,16 @@ def quantize(
       NaN or infinity, or beyond the range of `scale_dtype`, reads NaN.
 
     Raises:
-      TypeError: `table` is not an array of floats, or `scale_dtype` or `key` is wrong.
-      ValueError: `bits` is not 8, 4 or 2, `table` has rank below 2, `search` is
-        unknown or used with `symmetric`, or, outside of `jit`, a row is not finite.
+      TypeError, ValueError: an argument is not as described, or, outside of `jit`, a
+        row is not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
       >>> table = jax.random.normal(jax.random.key(0), (1000, 64))
-      >>> for bits in (8, 4, 2):
-      ...     small = sj.quantize(table, bits, search="greedy" if bits < 8 else None)
-      ...     error = jnp.sqrt(jnp.mean((small.dequantize() - table) ** 2))
-      ...     print(bits, small.nbytes, f"{error:.3f}")
-      8 72000 0.005
-      4 36000 0.082
-      2 20000 0.450
+      >>> small = sj.quantize(table, 4, search="greedy")
+      >>> error = jnp.sqrt(jnp.mean((small.dequantize() - table) ** 2))
+      >>> print(small.nbytes, f"{error:.3f}")
+      36000 0.082
 
     References:
       Caffe2, `FloatToFused8BitRowwiseQuantized`, `FloatToFused4BitRowwiseQuantized`
@@ -630,10 +560,7 @@ def quantize(
     bits, pair_dtype = _check_bits(bits, scale_dtype)
     table = _arguments.as_floats(table, "table")
     if table.ndim < 2:
-        raise ValueError(
-            f"table must be [V, D] or [V, ...], got shape {table.shape}. Each row has "
-            "a scale and a bias, which would be larger than one number."
-        )
+        raise ValueError(f"table must be [V, D] or [V, ...], got shape {table.shape}.")
     symmetric = _arguments.check_bool("symmetric", symmetric)
     if search not in (None, "greedy") or (search and symmetric):
         raise ValueError(
@@ -652,9 +579,8 @@ def quantize(
         bad = np.flatnonzero(~np.asarray(finite))
         raise ValueError(
             f"{bad.size} of {finite.size} rows have NaN, infinity, or numbers beyond "
-            f"{pair_dtype.name}, the dtype of scales; the first is row {bad[0]}. "
-            "Replace such numbers with jnp.nan_to_num, or pass "
-            "scale_dtype=jnp.float32 for large ones."
+            f"{pair_dtype.name}; the first is row {bad[0]}. Call jnp.nan_to_num, or "
+            "pass scale_dtype=jnp.float32."
         )
     pair = jnp.where(finite[:, None], pair, jnp.array(jnp.nan, pair.dtype))
     return QuantizedTable(codes, pair, bits, row_shape, dtype)
@@ -795,11 +721,8 @@ def _divide(x: jax.Array, by: int) -> jax.Array:
 
 def _check_bits(bits: Any, scale_dtype: Any) -> tuple[int, Any]:
     """Returns `bits` and the dtype of scales, or raises."""
-    if isinstance(bits, bool) or bits not in (8, 4, 2):
-        raise ValueError(
-            f"bits must be 8, 4 or 2, got {_arguments.show(bits)}. For 16 bits cast "
-            "the table with .astype(jnp.bfloat16)."
-        )
+    if bits not in (8, 4, 2):
+        raise ValueError(f"bits must be 8, 4 or 2, got {_arguments.show(bits)}.")
     if scale_dtype is None:
         scale_dtype = jnp.float32 if bits == 8 else jnp.float16
     dtype = jax.dtypes.canonicalize_dtype(scale_dtype)

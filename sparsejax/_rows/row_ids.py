@@ -252,10 +252,7 @@ _OF_ROWS = (
     "SelectedRows; use g1 + g2, g.map(f), sparsejax.parallel.psum, "
     "sparsejax.optim.global_norm, sparsejax.optim.lazy(optax.chain(...))"
 )
-_OF_TABLE = (
-    "QuantizedTable; use table.average(other), table.dequantize(), "
-    "table.requantize(array)"
-)
+_OF_TABLE = "QuantizedTable; use table.dequantize() and table.requantize(array)"
 _IDS = _define("row_ids", "bhilBHIL", 100, _OF_ROWS)
 _PAIRS = _define("scale_bias", "fe", 110, _OF_TABLE)
 IDS = Opaque(_IDS, (), _words_of_ids, _ids_of_words, _view_ids)

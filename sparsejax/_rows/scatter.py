@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike
-from sparsejax._rows import SelectedRows, indexing
+from sparsejax._rows import SelectedRows, as_table, check_whole, indexing
 
 
 def scatter_assign(table: ArrayLike, rows: ArrayLike, values: ArrayLike) -> jax.Array:
@@ -99,9 +99,8 @@ def scatter_weighted_sum(
     flat, shape = _flat_rows(table, rows)
     if len(values_and_weights) % 2:
         raise ValueError(
-            "The arguments after rows must be pairs of values and weights, got an odd "
-            f"number, {len(values_and_weights)}. The order is (table, w0, rows, v1, "
-            "w1, v2, w2, ...)."
+            "After rows come pairs of values and weights: (table, w0, rows, v1, w1, "
+            f"v2, w2, ...). Got {len(values_and_weights)} arguments after rows."
         )
     values = [
         _flat_values(f"values v{i}", v, shape, table)
@@ -136,18 +135,9 @@ def scatter_weighted_sum(
 
 
 def _as_table(table: Any) -> jax.Array:
-    table = _arguments.as_array(table)
-    if not isinstance(table, jax.Array):
-        fix = _arguments.convert_tensor(table, "table")
-        raise TypeError(
-            f"table must be a JAX or NumPy array, got {_arguments.kind_of(table)}. "
-            f"{fix or 'Add to a SelectedRows with +, or write to its .to_dense().'}"
-        )
-    if table.ndim == 0:
-        raise ValueError(
-            f"table must have at least one axis (the rows), got shape {table.shape}."
-        )
-    return table
+    whole: Any = as_table(table)
+    check_whole("table", whole, "a scatter")
+    return whole
 
 
 def _flat_rows(table: jax.Array, rows: Any):
@@ -169,13 +159,10 @@ def _flat_values(name: str, values: Any, shape, table: jax.Array) -> jax.Array:
 
 
 def _weight(i: int, weight: Any) -> jax.Array:
-    weight = _arguments.to_array(weight, f"weight w{i}", "a scalar")
-    if weight.shape not in ((), (1,)):
-        raise ValueError(
-            f"weight w{i} must be a scalar of shape () or (1,), got shape "
-            f"{weight.shape}. For one weight per row, multiply the values first."
-        )
-    return weight.reshape(())
+    name = f"weight w{i}"
+    weight = _arguments.to_array(weight, name, "a scalar")
+    weight = weight.reshape(()) if weight.shape == (1,) else weight
+    return _arguments.as_scalar(weight, name, weight.dtype)
 
 
 def _check_kind(name: str, dtype: Any, of_table: Any) -> None:
@@ -183,6 +170,5 @@ def _check_kind(name: str, dtype: Any, of_table: Any) -> None:
     for kind in (jnp.complexfloating, jnp.inexact):
         if jnp.issubdtype(dtype, kind) and not jnp.issubdtype(of_table, kind):
             raise TypeError(
-                f"cannot store {name} of type {dtype} in a table of {of_table}. Cast "
-                "one of them with .astype."
+                f"cannot store {dtype} {name} in a {of_table} table. Cast one of them."
             )

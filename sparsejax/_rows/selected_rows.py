@@ -29,7 +29,6 @@ from collections.abc import Callable, Sequence
 from typing import (
     Any,
     Literal,
-    NoReturn,
     Self,
     TypeGuard,
     TypeVar,
@@ -73,7 +72,7 @@ class _InErrors(type):
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SelectedRows(metaclass=_InErrors):
+class SelectedRows(_arguments.NotAnArray, metaclass=_InErrors):
     """Rows of a `[height, ...]` array, by id.
 
     Represents the array `d` with `d[r] = sum_{i: rows[i] == r} values[i]`, and zeros in
@@ -91,8 +90,7 @@ class SelectedRows(metaclass=_InErrors):
     - `capacity`, `num_rows()`, `filled()`, `safe_rows()`: about the slots.
 
     A pytree with two leaves. Arithmetic on the ids through a tree (`jax.tree.map`,
-    `jax.lax.psum`, optax outside of `sparsejax.optim.lazy`) raises an error; moving
-    them works. The attribute `rows` is a plain array.
+    optax outside of `sparsejax.optim.lazy`) raises an error; moving them works.
 
     Args:
       rows: integer `[n]`, the id of each slot; `rows[i] == height` marks an empty
@@ -103,8 +101,7 @@ class SelectedRows(metaclass=_InErrors):
         `[K, V, ...]`, whose height is K * V; row v of table k has the id k * V + v.
 
     Raises:
-      TypeError: `rows` are not integers, or `height` or `stack` are not ints.
-      ValueError: the shapes do not match.
+      TypeError, ValueError: an argument is not as described.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -129,8 +126,11 @@ class SelectedRows(metaclass=_InErrors):
     _row_ndim: int = 1  # the number of axes of a row
     _is_computed: bool = False  # a function of trees put integers in place of the ids
 
-    # `array + selected_rows` must call our __radd__, not NumPy's loop over objects.
-    __array_ufunc__ = None
+    _as_array = (
+        "Call .to_dense() for the dense array, or use .rows and .values, .map(f) for a "
+        "function of the values, or sparsejax.optim.global_norm."
+    )
+    _parts = ".to_dense(), or the .rows and .values of .coalesce()"
 
     def __init__(
         self,
@@ -251,12 +251,10 @@ class SelectedRows(metaclass=_InErrors):
         """Raises a ValueError for a batch, which has more than one axis of slots."""
         if len(self.values.shape) - self._row_ndim > 1:
             raise ValueError(
-                "This is a batch of SelectedRows, as jax.vmap and jax.lax.scan "
-                f"return, with rows {_arguments.show_spec(self.rows)} and values "
-                f"{_arguments.show_spec(self.values)}. Use jax.vmap(f)(batch), take "
-                "one by jax.tree.map(lambda x: x[0], batch), or sum them: "
-                "SelectedRows(batch.rows.ravel(), jnp.concatenate(batch.values), "
-                "batch.height)."
+                "This is a batch of SelectedRows, as jax.vmap and jax.lax.scan return, "
+                f"with values {_arguments.show_spec(self.values)}. Use "
+                "jax.vmap(f)(batch), or sum them: SelectedRows(batch.rows.ravel(), "
+                "jnp.concatenate(batch.values), batch.height)."
             )
 
     def __repr__(self) -> str:
@@ -308,7 +306,7 @@ class SelectedRows(metaclass=_InErrors):
         count = jnp.sum(used, dtype=jnp.int32)
         if capacity is None:
             capacity = int(count) if _arguments.is_concrete(count) else x.shape[0]
-        capacity = _arguments.check_capacity(capacity)
+        capacity = _arguments.static_int("capacity", capacity)
         height = x.shape[0]
         (rows,) = jnp.nonzero(used, size=capacity, fill_value=height)
         rows = rows.astype(_arguments.index_dtype(height))
@@ -334,33 +332,12 @@ class SelectedRows(metaclass=_InErrors):
         dense = indexing.add_rows(zeros, self.safe_rows(), values).astype(self.dtype)
         return stacked_rows(self, dense)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            f"A SelectedRows of shape {self.shape} was used where an array is needed, "
-            "by jnp.asarray, np.asarray or a NumPy function. Call .to_dense() for the "
-            "dense array, or use .rows and .values, .map(f) for a function of the "
-            "values, or sparsejax.optim.global_norm."
-        )
-
     def __array_function__(
         self, function: Any, types: Any, args: Any, kwargs: Any
     ) -> Any:
         if function in (np.array_equal, np.array_equiv):  # they would answer False
             self.__array__()
         return function._implementation(*args, **kwargs)
-
-    def __eq__(self, other: Any) -> bool:
-        """Raises a TypeError for rows and arrays; compares the identity with others."""
-        if is_selected_rows(other) or _is_arraylike(other):
-            raise TypeError(
-                "SelectedRows == and != are not defined, since two may store equal "
-                "arrays in different slots. Compare .to_dense(), or the .rows and "
-                ".values of .coalesce()."
-            )
-        return NotImplemented
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
 
     # -- rows --------------------------------------------------------------------
 
@@ -369,15 +346,9 @@ class SelectedRows(metaclass=_InErrors):
         way_out = "Use .get(ids), .rows and .values, or .to_dense()."
         if self.stack:
             raise TypeError(
-                f"rows of a stack of tables, of shape {self.shape}, have the ids k * V "
-                "+ v. Use .get(ids), or .to_dense()."
+                "a stack of tables has no [ids]. Use .get(k * V + v), or .to_dense()."
             )
-        ids = _arguments.as_indices(ids, self.height, way_out)
-        return self._find(ids)[0]
-
-    # Without these, Python would iterate by `self[0], self[1], ...`, without an end.
-    __iter__ = None
-    __contains__ = None
+        return self.get(_arguments.as_indices(ids, self.height, way_out))
 
     @overload
     def coalesce(self, capacity: int | None = None) -> SelectedRows: ...
@@ -419,7 +390,7 @@ class SelectedRows(metaclass=_InErrors):
         enough = _compat.min_dim(self.capacity, self.height)
         if capacity is None:
             capacity = enough
-        capacity = _arguments.check_capacity(capacity)
+        capacity = _arguments.static_int("capacity", capacity)
         rows, values, count = merge.coalesce(
             self.safe_rows(), self.values, self.height, capacity
         )
@@ -427,8 +398,7 @@ class SelectedRows(metaclass=_InErrors):
             overflow = jnp.maximum(count - capacity, 0)
             return with_slots(self, rows, values), overflow
         if _arguments.may_exceed(enough, capacity):
-            way_out = ", or pass return_overflow=True"
-            values = _arguments.report_overflow(values, count, capacity, way_out)
+            values = _arguments.report_overflow(values, count, capacity)
         return with_slots(self, rows, values)
 
     def get(self, ids: ArrayLike) -> jax.Array:
@@ -449,7 +419,7 @@ class SelectedRows(metaclass=_InErrors):
         References:
           PaddlePaddle, `SelectedRows::Get`.
         """
-        return self._find(ids)[0]
+        return self.find(ids)[0]
 
     def find(self, ids: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Returns `get(ids)`, and which rows are stored, bool `[*ids.shape]`.
@@ -460,9 +430,6 @@ class SelectedRows(metaclass=_InErrors):
           >>> g.find(jnp.array([2, 3, 7]))[1]
           Array([ True, False,  True], dtype=bool)
         """
-        return self._find(ids)
-
-    def _find(self, ids: Any) -> tuple[jax.Array, jax.Array]:
         ids = _arguments.as_ids(ids, self.height)
         merged = self.coalesce()
         slot, stored = merge.find_slots(merged.rows, ids, self.height)
@@ -518,8 +485,7 @@ class SelectedRows(metaclass=_InErrors):
             _check_rows(self.rows)
         if values.shape[:1] != self.values.shape[:1]:
             raise ValueError(
-                f"f must keep the number of slots (the first axis), {self.capacity}, "
-                f"but returned shape {values.shape}."
+                f"f must keep the {self.capacity} slots, got shape {values.shape}."
             )
         row_ndim = self._row_ndim + len(values.shape) - len(self.values.shape)
         return _replaced(self, values=values, _row_ndim=row_ndim)
@@ -566,10 +532,8 @@ class SelectedRows(metaclass=_InErrors):
         if np.ndim(other):
             if row_ids.PAIRS.dtype_in(other) and _arguments.is_concrete(other):
                 raise TypeError(
-                    "SelectedRows + scale_bias of a QuantizedTable: outside of jit "
-                    "JAX does not convert the sum as optax.apply_updates wants it. "
-                    "Call jax.jit(optax.apply_updates)(params, updates), or jit the "
-                    "whole step."
+                    "SelectedRows + scale_bias of a QuantizedTable works only inside "
+                    "jit: jax.jit(optax.apply_updates)(params, updates)."
                 )
             total = known_sum(self, other)
             return _add_to_array(other, self) if total is None else total
@@ -577,8 +541,7 @@ class SelectedRows(metaclass=_InErrors):
             return self  # sum() starts with 0
         raise TypeError(
             f"SelectedRows + {other}: adding a scalar would change all {self.height} "
-            "rows, stored or not. Call .to_dense() first, or use .map(lambda v: v + "
-            "...) to change only the stored rows."
+            "rows. Call .to_dense(), or .map(lambda v: v + ...) for the stored rows."
         )
 
     __radd__ = __add__
@@ -611,12 +574,6 @@ class SelectedRows(metaclass=_InErrors):
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> SelectedRows:
-        if is_selected_rows(other):
-            raise TypeError(
-                "SelectedRows cannot be a divisor: rows that are not stored are zero. "
-                "Use .map(lambda v: x / v) to divide by the stored rows only, or "
-                ".to_dense()."
-            )
         if not _is_arraylike(other):
             return NotImplemented
         return self.map(lambda v: _scale(operator.truediv, "/", v, other))
@@ -755,14 +712,12 @@ def _replaced(rows: Rows, **fields: Any) -> Rows:
 
 def _check_stack(stack: Any, height: int) -> tuple[int, ...]:
     """Returns the leading axes of a stack, as ints whose product divides `height`."""
-    is_tuple = isinstance(stack, (tuple, list))
-    sizes = stack if is_tuple else ()
+    sizes = stack if isinstance(stack, (tuple, list)) else (stack,)
     sizes = tuple(_arguments.static_int("a size in stack", n, 1) for n in sizes)
-    if not is_tuple or height % math.prod(sizes):
-        raise (ValueError if is_tuple else TypeError)(
+    if height % math.prod(sizes):
+        raise ValueError(
             f"stack must be a tuple of ints whose product divides height={height}, got "
-            f"{_arguments.show(stack)}. For K tables of V rows pass stack=(K,) and "
-            "height=K * V."
+            f"{_arguments.show(stack)}. K tables of V rows have height=K * V."
         )
     return sizes
 
@@ -780,8 +735,7 @@ def _check_rows(rows: Any) -> None:
     dtype = getattr(rows, "dtype", None)  # a filter of leaves puts None there
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise TypeError(
-            f"rows must be integers (row ids), got {dtype}. jax.grad returns no ids, "
-            "and code that rebuilds trees can change them. Use "
+            f"rows must be integers (row ids), got {dtype}. Use "
             "sparsejax.value_and_grad, SelectedRows.map to change the values, and "
             "sparsejax.optim.lazy(...) around optax transformations."
         )

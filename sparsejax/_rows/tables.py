@@ -115,9 +115,8 @@ def as_table(x: Any, name: str = "table") -> Table:
         )
     if isinstance(table, SelectedRows) and table.stack:
         raise ValueError(
-            f"{name} must have one axis of rows, got a SelectedRows of a stack of "
-            f"tables, of shape {table.shape}. Read its .unstacked(), in which row v of "
-            f"table k has the id k * {table.shape[1]} + v."
+            f"{name} is a SelectedRows of a stack of tables, {table.shape}. Read its "
+            f".unstacked(): row v of table k has the id k * {table.shape[1]} + v."
         )
     return table
 

@@ -65,13 +65,11 @@ def lengths_to_segment_ids(lengths: ArrayLike, total: int | None = None) -> jax.
         total = need if total is None else total
         if total < need:
             raise ValueError(
-                f"The lengths sum to {need}, more than total={total}. Pass "
-                f"total={need} or more, or omit it."
+                f"The lengths sum to {need}, so total={total} is too small. Omit it."
             )
     elif total is None:
         raise ValueError(
-            "Inside jit the sum of lengths is unknown, but the result needs a static "
-            "size. Pass total, a static int that is at least this sum."
+            "Inside jit the sum of lengths is unknown. Pass total, a static int."
         )
     return jnp.asarray(segment_ids_of(lengths, total))
 
@@ -220,14 +218,12 @@ def segment_ids_to_ranges(
     """
     ids, num_segments = _ids_and_count(segment_ids, num_segments)
     numbers = np.arange(num_segments + 1, dtype=_arguments.index_dtype(num_segments))
-    if isinstance(ids, np.ndarray):
-        check_sorted(ids, "Sort them first, since ranges are contiguous.")
-        xp, offsets = np, np.searchsorted(ids, numbers).astype(np.int32)
+    xp: Any = np if is_known(ids) else jnp
+    if xp is np:
+        check_ascending("segment_ids", ids, "Sort them: ranges are contiguous.")
+        offsets = np.searchsorted(ids, numbers).astype(np.int32)
     else:
-        xp, offsets = (
-            jnp,
-            indexing.search_sorted(ids, jnp.asarray(numbers.astype(ids.dtype))),
-        )
+        offsets = indexing.search_sorted(ids, jnp.asarray(numbers.astype(ids.dtype)))
     begins = xp.where(offsets[:-1] == offsets[-1], np.int32(0), offsets[:-1])
     ranges = xp.stack([begins, offsets[1:] - offsets[:-1]], axis=1)
     if xp is jnp:
@@ -249,8 +245,7 @@ def as_lengths(lengths: Any) -> Any:
     if isinstance(lengths, np.ndarray) and lengths.min(initial=0) < 0:
         at = int(np.argmax(lengths < 0))
         raise ValueError(
-            f"lengths must be non-negative, got {lengths[at]} for segment {at}. An "
-            "empty segment has length 0."
+            f"lengths must be non-negative, got {lengths[at]} for segment {at}."
         )
     return lengths
 
@@ -260,20 +255,15 @@ def as_offsets(offsets: Any, *, from_zero: bool = True) -> Any:
     offsets = _as_vector(offsets, "offsets", "K + 1")
     if offsets.shape[0] == 0:
         raise ValueError(
-            "offsets must have K + 1 entries for K segments, got none. For zero "
-            "segments pass [0]."
+            "offsets must have K + 1 entries, got none. For K = 0 pass [0]."
         )
     if isinstance(offsets, np.ndarray):
         if from_zero and offsets[0] != 0:
             raise ValueError(
-                f"offsets must begin with 0, got {offsets[0]}. For K segments pass K + "
-                "1 entries: 0, then the cumulative lengths."
+                f"offsets must be 0, then running sums, got {offsets[0]} first."
             )
-        _check_ascending(
-            "offsets must not decrease",
-            offsets,
-            "Offsets are 0, then the cumulative lengths.",
-        )
+        way_out = "Offsets are 0, then the cumulative lengths."
+        check_ascending("offsets", offsets, way_out)
     return offsets
 
 
@@ -290,26 +280,21 @@ def as_segment_ids(segment_ids: Any, num_segments: int) -> Any:
     return jnp.where(inside, ids, _arguments.scalar(num_segments, ids))
 
 
-def check_sorted(segment_ids: Any, way_out: str) -> None:
-    """Raises a ValueError if known ids decrease."""
-    if is_known(segment_ids):
-        _check_ascending("segment_ids must be sorted", np.asarray(segment_ids), way_out)
-
-
-def _check_ascending(what: str, x: np.ndarray, way_out: str) -> None:
+def check_ascending(name: str, x: np.ndarray, way_out: str) -> None:
+    """Raises a ValueError if known numbers decrease."""
     decreases = x[1:] < x[:-1]
     if decreases.any():
         at = int(np.argmax(decreases)) + 1
         raise ValueError(
-            f"{what}, got {x[at]} after {x[at - 1]} at position {at}. {way_out}"
+            f"{name} must be sorted, got {x[at]} after {x[at - 1]} at position {at}. "
+            f"{way_out}"
         )
 
 
 def _check_one_axis(x: Any, name: str, axis: str) -> None:
     if x.ndim != 1:
         raise ValueError(
-            f"{name} must have one axis, [{axis}], got shape {x.shape}. For a batch "
-            "use jax.vmap."
+            f"{name} must be [{axis}], got shape {x.shape}. For a batch use jax.vmap."
         )
 
 
@@ -329,8 +314,7 @@ def _ids_and_count(ids: Any, num_segments: int | None) -> tuple[Any, int]:
     if num_segments is None:
         if not is_numpy:
             raise ValueError(
-                "Inside jit the largest segment id is unknown, but the result needs a "
-                "static size. Pass num_segments, a static int."
+                "Inside jit the largest id is unknown. Pass num_segments, a static int."
             )
         return ids, int(ids.max(initial=-1)) + 1
     num_segments = _arguments.static_int("num_segments", num_segments)
@@ -368,8 +352,7 @@ def _offsets_of(lengths: Any, dtype: Any) -> Any:
     is_numpy = isinstance(lengths, np.ndarray)
     if is_numpy and lengths.sum() > np.iinfo(dtype).max:
         raise ValueError(
-            f"The lengths sum to {lengths.sum()}, which overflows int32. Set "
-            "jax_enable_x64, or split the data."
+            f"The lengths sum to {lengths.sum()}, over int32. Set jax_enable_x64."
         )
     xp = np if is_numpy else jnp
     return xp.pad(xp.cumsum(lengths, dtype=dtype), (1, 0))

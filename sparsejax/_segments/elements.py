@@ -53,26 +53,24 @@ def as_elements(values: Any) -> Any:
 
 def as_array(x: Any, name: str) -> jax.Array | np.ndarray:
     """Returns `x` as a JAX or NumPy array with at least one axis, or raises."""
-    kind = _arguments.kind_of(x)
-    if not isinstance(x, (jax.Array, np.ndarray)):
+    array: Any = x
+    if not _arguments.is_array(x):
         try:
-            x = jnp.asarray(x)
+            array = jnp.asarray(x)
         except OverflowError:  # a list with an int that does not fit in 32 bits
-            x = np.asarray(x)
+            array = np.asarray(x)
         except (TypeError, ValueError):
-            x = None
-    if x is not None and x.dtype == object:  # strings, or integers of over 64 bits
-        x, kind = None, "an array of Python objects"
-    if x is None:
+            array = np.array(None)
+    if array.dtype == object:  # strings, or integers of over 64 bits
         raise TypeError(
-            f"{name} must be an array of numbers, got {kind}. For lists of unequal "
-            "lengths use SegmentTensor.from_lists."
+            f"{name} must be an array of numbers, got {_arguments.kind_of(x)}. For "
+            "lists use SegmentTensor.from_lists, for a tree SegmentTensor."
         )
-    if x.ndim == 0:
+    if array.ndim == 0:
         raise ValueError(
             f"{name} must have at least one axis (elements or segments), got a scalar."
         )
-    return narrow(x, name)
+    return narrow(array, name)
 
 
 def narrow(x: Any, name: str) -> Any:
@@ -101,9 +99,8 @@ def check_count(values: Any, expected: Any = None, other: str = "") -> int:
             expected, other = count, f"values{name}"
         if count != expected:
             raise ValueError(
-                f"values{name} must have as many elements as {other}, {expected}, got "
-                f"{count}. All leaves must have the same first axis; the elements of a "
-                "nested SegmentTensor are its segments."
+                f"values{name} must have as many elements (of a SegmentTensor: "
+                f"segments) as {other}, {expected}, got {count}."
             )
     if expected is None:
         raise ValueError(
@@ -121,16 +118,14 @@ def check_fits(values: Any, need: Any, n: int, capacity: int) -> None:
     if isinstance(need, int):
         if need > capacity:
             raise ValueError(
-                f"{need} elements do not fit in capacity={capacity}. Pass "
-                f"capacity={need} or more, or omit it."
+                f"{need} elements do not fit in capacity={capacity}. Omit capacity."
             )
     elif _arguments.may_exceed(n, capacity) and not any(
         map(_has_nan, jax.tree.leaves(values))
     ):
         raise ValueError(
-            f"capacity={capacity} may be too small for {n} elements, and inside jit "
-            f"integers cannot become NaN to report it. Pass capacity={n} or more, or "
-            "omit it."
+            f"capacity={capacity} may be too small, and inside jit integers cannot "
+            f"become NaN to report it. Pass capacity={n} or more, or omit it."
         )
 
 

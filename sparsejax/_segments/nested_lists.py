@@ -16,8 +16,9 @@ from sparsejax import _arguments
 from sparsejax._segments import conversions, elements as _elements
 
 
-# The number of segments, and of elements of a segment, that a repr shows.
-_MAX_SHOWN, _MAX_SHOWN_NESTED = 8, 4
+# The number of segments, and of elements of a segment, that a repr shows; with more
+# elements in all, it shows only their type.
+_MAX_SHOWN, _MAX_SHOWN_NESTED, _MAX_ELEMENTS = 8, 4, 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +84,8 @@ def _read_maps(maps: list, dtype: Any) -> Level:
     for kind in set(map(type, itertools.chain.from_iterable(maps))):
         if not issubclass(kind, (int, np.integer)) or kind is bool:
             raise TypeError(
-                f"The keys of a map must be integers, got {kind.__name__}. For "
-                "elements with several values, pass a dict of nested lists, not a "
-                "list of dicts."
+                f"The keys of a map must be integers, got {kind.__name__}. For several "
+                "values per element pass a dict of nested lists, not a list of dicts."
             )
     keys = read([list(m) for m in maps], None)
     of_keys = read([list(m.values()) for m in maps], dtype)
@@ -100,8 +100,7 @@ def _join(parts: dict) -> Level:
     for name, other in others:
         if not np.array_equal(other.lengths, level.lengths):
             raise ValueError(
-                "all entries of a dict must have the same segment lengths, but "
-                f"{name!r} and {first!r} differ."
+                f"the segment lengths of {name!r} and {first!r} must be equal."
             )
     return Level({name: part.values for name, part in parts.items()}, level.lengths)
 
@@ -109,15 +108,7 @@ def _join(parts: dict) -> Level:
 def _join_arrays(segments: list, dtype: Any) -> np.ndarray:
     # Some of the arrays may be empty lists, which have no dtype.
     typed = [s for s in segments if len(s) or _is_array(s)]
-    try:
-        joined = np.concatenate([np.asarray(s) for s in typed])
-    except ValueError:
-        shapes = " and ".join(sorted({str(np.shape(s)) for s in typed}))
-        raise TypeError(
-            "The arrays of a level must have equal shapes except along the first "
-            f"axis, got {shapes}."
-        ) from None
-    return _as_numbers(joined, dtype)
+    return _as_numbers(np.concatenate([np.asarray(s) for s in typed]), dtype)
 
 
 def _as_numbers(items: Any, dtype: Any) -> np.ndarray:
@@ -144,8 +135,7 @@ def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return x.astype(dtype)
     if not (x.dtype == bool or jnp.issubdtype(x.dtype, jnp.integer)) and x.size:
         raise TypeError(
-            f"dtype={dtype} would truncate elements of type {x.dtype.name}. Round them "
-            "first, or omit dtype."
+            f"dtype={dtype} would truncate {x.dtype.name} elements. Round them first."
         )
     limits = jnp.iinfo(dtype)
     if x.size and (x.min() < limits.min or x.max() > limits.max):
@@ -187,12 +177,6 @@ def _type_names(items: Any) -> str:
 
 def write(values: Any, segment_ids: Any, num_segments: int) -> Any:
     """Returns each array of `values` as lists, one list of elements per segment."""
-    arrays = [segment_ids, *jax.tree.leaves(values)]
-    if not all(map(conversions.is_known, arrays)):
-        raise TypeError(
-            "Inside jit the values are unknown, so they cannot become lists. Return "
-            "the SegmentTensor from the jitted function, and call .to_lists() outside."
-        )
     ids = np.asarray(segment_ids)
     ends = np.cumsum(np.bincount(ids, minlength=num_segments + 1)[:num_segments])
     bounds = [0, *ends.tolist()]
@@ -236,28 +220,20 @@ def _show_leaf(x: Any, segment_ids: Any, num_segments: int) -> list[str]:
     innermost = x
     while _elements.is_nested(innermost):
         innermost = innermost.values
-    if len(jax.tree.leaves(innermost)) != 1 or not hasattr(innermost, "dtype"):
-        return [repr(x)]
-    arrays = [segment_ids, *jax.tree.leaves(x)]
-    is_shown = all(conversions.is_known(a) and a.ndim == 1 for a in arrays)
-    if not is_shown or jax.dtypes.float0 in [a.dtype for a in arrays]:
+    arrays = segment_ids, *jax.tree.leaves(x)
+    is_shown = all(conversions.is_known(a) and a.ndim == 1 for a in arrays) and all(
+        a.dtype != jax.dtypes.float0 and a.size <= _MAX_ELEMENTS for a in arrays
+    )
+    if not is_shown or not hasattr(innermost, "dtype"):
         return [_arguments.show_spec(x) if x is innermost else repr(x)]
     limit = _MAX_SHOWN if x is innermost else _MAX_SHOWN_NESTED
-    ids = np.asarray(segment_ids)
-    shown = [_show_segment(x, ids, k, limit) for k in range(min(num_segments, limit))]
-    return [_brackets(shown, num_segments > limit), innermost.dtype.name]
+    lists = write(x, segment_ids, num_segments)
+    return [_show_list(lists, limit), innermost.dtype.name]
 
 
-def _show_segment(x: Any, ids: np.ndarray, k: int, limit: int) -> str:
-    at = np.flatnonzero(ids == k)
-    if _elements.is_nested(x):
-        inner = np.asarray(x.segment_ids)
-        shown = [_show_segment(x.values, inner, i, limit) for i in at[:limit]]
-    else:
-        elements = np.asarray(x)[at[:limit]].tolist()
-        shown = [f"{e:g}" if isinstance(e, float) else str(e) for e in elements]
-    return _brackets(shown, at.size > limit)
-
-
-def _brackets(shown: list[str], more: bool) -> str:
-    return f"[{' '.join([*shown, '...'] if more else shown)}]"
+def _show_list(x: Any, limit: int) -> str:
+    """Returns a number, or a nested list of numbers, as text."""
+    if not isinstance(x, list):
+        return f"{x:g}" if isinstance(x, float) else str(x)
+    shown = [_show_list(y, limit) for y in x[:limit]]
+    return f"[{' '.join([*shown, *['...'] * (len(x) > limit)])}]"

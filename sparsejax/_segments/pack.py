@@ -16,10 +16,7 @@ from jax import lax
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, PyTree
 from sparsejax._rows import indexing
-from sparsejax._segments import SegmentTensor, elements
-
-
-_UNPACK = "sparsejax.unpack_segments"
+from sparsejax._segments import SegmentTensor
 
 
 def pack_segments(
@@ -40,8 +37,7 @@ def pack_segments(
       values.
 
     Raises:
-      TypeError: `st` is not a SegmentTensor, or its values contain one; `max_length` is
-        not a static int.
+      TypeError: `st` is not a SegmentTensor, or `max_length` is not a static int.
       ValueError: `max_length` is negative.
 
     Example:
@@ -64,13 +60,6 @@ def pack_segments(
         raise TypeError(
             f"st must be a SegmentTensor, got {_arguments.kind_of(st)}. Make one with "
             "SegmentTensor.from_lengths(data, lengths)."
-        )
-    if any(
-        elements.is_nested(leaf) for _, leaf in elements.leaves_with_path(st.values)
-    ):
-        raise TypeError(
-            "The values of st contain a SegmentTensor. Pack the inner one first, and "
-            "use the result as values."
         )
     max_length = _arguments.static_int("max_length", max_length)
     packed = st.to_padded(max_length, 0)
@@ -121,8 +110,7 @@ def unpack_segments(padded: PyTree, lengths: ArrayLike) -> SegmentTensor:
     lengths = _arguments.as_integers(lengths, "lengths")
     if lengths.shape != (rows,):
         raise ValueError(
-            f"lengths must have shape [{rows}], one for each row of padded, got "
-            f"{lengths.shape}."
+            f"lengths must be [{rows}], one a row of padded, got {lengths.shape}."
         )
     capacity = rows * width
     if _arguments.is_concrete(lengths):

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from sparsejax._segments import conversions, elements, nested_lists
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, init=False)
-class SegmentTensor:
+class SegmentTensor(_arguments.NotAnArray):
     """Elements along one axis, split into segments of any lengths.
 
     Segment k consists of the elements i with `segment_ids[i] == k`, in their
@@ -62,9 +62,7 @@ class SegmentTensor:
         range come last. Checked outside `jit`, trusted inside.
 
     Raises:
-      TypeError: `segment_ids` are not integers, `num_segments` is not a static
-        int, or a leaf is not an array.
-      ValueError: the shapes do not match, or the ids are not sorted.
+      TypeError, ValueError: an argument is not as described.
 
     Example:
       >>> import jax.numpy as jnp, sparsejax as sj
@@ -89,6 +87,11 @@ class SegmentTensor:
     num_segments: int
     is_sorted: bool
 
+    _as_array = (
+        "Call .to_padded() for rows of equal length, or use .values and .segment_ids."
+    )
+    _parts = ".to_lists(), or .values and .segment_ids"
+
     def __init__(
         self,
         values: PyTree,
@@ -100,9 +103,9 @@ class SegmentTensor:
         # children may be tracers, ShapeDtypeStructs or placeholders.
         num_segments = _arguments.static_int("num_segments", num_segments)
         ids = conversions.as_segment_ids(segment_ids, num_segments)
-        if is_sorted:
+        if is_sorted and conversions.is_known(ids):
             way_out = "Leave is_sorted out, or sort them first."
-            conversions.check_sorted(ids, way_out)
+            conversions.check_ascending("segment_ids", np.asarray(ids), way_out)
         values = elements.as_elements(values)
         elements.check_count(values, ids.shape[0], "segment_ids")
         made = self._make_unchecked(values, ids, num_segments, bool(is_sorted))
@@ -159,25 +162,6 @@ class SegmentTensor:
         shape = getattr(self.segment_ids, "shape", None)  # leaves may be anything
         n = shape[0] if isinstance(shape, tuple) and shape else self.segment_ids
         return f"SegmentTensor({shown}, num_segments={self.num_segments}, capacity={n})"
-
-    def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise TypeError(
-            "SegmentTensor: one was used where an array is needed, by jnp.asarray, "
-            "np.asarray or a NumPy function. Call .to_padded() for rows of equal "
-            "length, or use .values and .segment_ids."
-        )
-
-    def __eq__(self, other: Any) -> bool:
-        """Raises a TypeError for segments and arrays; else compares the identity."""
-        if isinstance(other, (SegmentTensor, jax.Array, np.ndarray)):
-            raise TypeError(
-                "SegmentTensor == and != are not defined. Compare .to_lists(), or "
-                ".values and .segment_ids."
-            )
-        return NotImplemented
-
-    def __hash__(self) -> int:
-        return object.__hash__(self)
 
     # -- from other representations ----------------------------------------------
 
@@ -292,8 +276,7 @@ class SegmentTensor:
         padded = elements.as_array(padded, "padded")
         if padded.ndim < 2:
             raise ValueError(
-                "padded must have shape [S, L] or [S, L, ...], one row per segment, "
-                f"got {padded.shape}."
+                f"padded must be [S, L] or [S, L, ...], got shape {padded.shape}."
             )
         filler = _as_filler(filler, padded.dtype)
         is_nan = filler != filler
@@ -341,20 +324,13 @@ class SegmentTensor:
         is_counts = hot or jnp.issubdtype(multi_hot.dtype, jnp.integer)
         if multi_hot.ndim != 2 or not is_counts:
             raise ValueError(
-                "multi_hot must be integers or booleans [S, V] (the count of each "
-                f"id), got {multi_hot.dtype} of shape {multi_hot.shape}. For ids with "
-                "weights use from_csr."
+                "multi_hot must be integers or booleans [S, V], got "
+                f"{_arguments.kind_of(multi_hot)}. For ids with weights use from_csr."
             )
         if not hot and not conversions.is_known(multi_hot):
             raise ValueError(
-                f"Inside jit the sum of {multi_hot.dtype} counts is unknown, but the "
-                "result needs a static size. If no id occurs twice, pass booleans, "
-                "multi_hot > 0."
-            )
-        if not hot and np.asarray(multi_hot).min(initial=0) < 0:
-            raise ValueError(
-                f"multi_hot must be non-negative counts, got {multi_hot.min()}. For a "
-                "mask use multi_hot > 0."
+                f"Inside jit the sum of {multi_hot.dtype} counts is unknown. If no id "
+                "occurs twice, pass booleans, multi_hot > 0."
             )
         counts = multi_hot.reshape(-1)
         positions, count = _positions(counts, capacity)
@@ -455,8 +431,7 @@ class SegmentTensor:
             name = getattr(indptr, "format", "csr")
             if name != "csr":  # scipy's CSC and BSR have attributes of the same names
                 raise ValueError(
-                    f"The matrix must be in CSR format, got {name.upper()}. Convert it "
-                    "with .tocsr()."
+                    f"The matrix must be CSR, got {name.upper()}. Call .tocsr()."
                 )
             indices, data = pointers.indices, pointers.data
             pointers = pointers.indptr
@@ -464,11 +439,6 @@ class SegmentTensor:
             raise TypeError(
                 f"indices are missing, and {_arguments.kind_of(indptr)} is not a CSR "
                 f"matrix. {forms}"
-            )
-        if np.ndim(pointers) != 1:
-            raise ValueError(
-                f"indptr must have one axis, got shape {np.shape(pointers)}. For a "
-                "batch of matrices use jax.vmap."
             )
         index = _arguments.as_integers(indices, "indices")
         values = index if data is None else {"index": index, "value": data}
@@ -481,14 +451,13 @@ class SegmentTensor:
         """Makes one from checked lengths; `valid` is for traced lengths."""
         values = elements.as_elements(values)
         n = elements.check_count(values)
-        size = n if capacity is None else _arguments.check_capacity(capacity)
+        size = n if capacity is None else _arguments.static_int("capacity", capacity)
         is_numpy = isinstance(lengths, np.ndarray)
         total = int(lengths.sum()) if is_numpy else lengths.sum()
         if is_numpy and total > n:
             raise ValueError(
                 f"The segments have {total} elements in all, but values has only {n}. "
-                "The sum of lengths, or the last offset, must not exceed the number "
-                "of elements."
+                "Pass a smaller sum of lengths, or last offset."
             )
         elements.check_fits(values, total, n, size)
         if not is_numpy:
@@ -586,9 +555,8 @@ class SegmentTensor:
         if longest is None:
             if not is_known:
                 raise ValueError(
-                    "Inside jit the length of the longest segment is unknown, but the "
-                    "result needs a static size. Pass max_length, an int, or for "
-                    "nested segments one int per level."
+                    "Inside jit the longest segment is unknown. Pass max_length, an "
+                    "int, or for nested segments one int per level."
                 )
             longest = int(np.asarray(lengths).max(initial=0))
         # The position of each entry [S, L] in the sorted elements; n for the padding.
@@ -616,7 +584,7 @@ class SegmentTensor:
         A tree of such lists if values are a tree. The inverse of `from_lists`.
 
         Raises:
-          TypeError: called inside `jit`, where the values are unknown.
+          jax.errors.TracerArrayConversionError: called inside `jit`.
 
         Example:
           >>> import jax.numpy as jnp, sparsejax as sj
@@ -655,9 +623,7 @@ class SegmentTensor:
         values = self.values
         if not isinstance(values, (jax.Array, np.ndarray)) or values.ndim != 1:
             raise TypeError(
-                f"values must be one array of integer ids [n], got {self!r}. Make a "
-                "SegmentTensor of only the ids: from_segment_ids(st.values['ids'], "
-                "st.segment_ids, st.num_segments)."
+                f"values must be one array of integer ids [n], got {self!r}."
             )
         ids = _arguments.as_ids(values, num_ids, "values")
         counts = jnp.zeros((self.num_segments, num_ids), jnp.int32)
@@ -747,7 +713,7 @@ def _positions(counts: Any, capacity: int | None) -> tuple[Any, Any]:
     """
     n = counts.shape[0]
     if capacity is not None:
-        capacity = _arguments.check_capacity(capacity)
+        capacity = _arguments.static_int("capacity", capacity)
     if conversions.is_known(counts):
         repeated = np.repeat(np.arange(n, dtype=np.int32), np.asarray(counts))
         kept = repeated[:capacity]

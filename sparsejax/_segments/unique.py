@@ -19,9 +19,6 @@ from sparsejax._rows import merge
 from sparsejax._segments import SegmentTensor, elements
 
 
-_PARTITION = "sparsejax.partition"
-
-
 def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns the distinct ids in ascending order, in an array of static size.
 
@@ -58,7 +55,7 @@ def unique(ids: ArrayLike, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
       Caffe2, `Unique`; `jax.numpy.unique(size=)`.
     """
     ids = _keys(ids)
-    size = _arguments.check_capacity(size, "size")
+    size = _arguments.static_int("size", size)
     largest = int(jnp.iinfo(ids.dtype).max)
     flat = ids.reshape(-1)
     # The plan treats `largest` as an empty slot. As an id it comes last, right before

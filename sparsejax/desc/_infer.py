@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from sparsejax import _arguments
 from sparsejax._arguments import PyTree
-from sparsejax.desc._var_desc import BARE, VarDesc, describe
+from sparsejax.desc._var_desc import BARE, VarDesc, describe, join
 from sparsejax.transform import grad
-from sparsejax.transform.trace import check_fun
+from sparsejax.transform.trace import argument_names, check_fun, trace_flat
 
 
 class Inferred(NamedTuple):
@@ -37,9 +35,8 @@ class Inferred(NamedTuple):
         rows = [("name", "type", "data type", "dims", "lod level")]
         for desc in (*self.outputs, *self.gradients):
             dims = "x".join("?" if d < 0 else str(d) for d in desc.dims) or "scalar"
-            rows.append(
-                (desc.name, desc.type, desc.data_type, dims, str(desc.lod_level))
-            )
+            level = str(desc.lod_level)
+            rows.append((desc.name, desc.type, desc.data_type, dims, level))
         return _arguments.show_table(rows)
 
 
@@ -95,9 +92,8 @@ def infer(
     is_pair = type(out) is tuple and len(out) == 2
     if not has_aux and is_pair and _is_loss(out[0]):
         raise TypeError(
-            "infer: the function returns a pair that begins with a "
-            "float scalar. If this is (loss, aux), pass has_aux=True to infer the "
-            "gradients; if not, return a dict or a list."
+            "the function returns a pair that begins with a float scalar. Pass "
+            "has_aux=True if it is (loss, aux), or return a dict or a list."
         )
     loss = out[0] if has_aux else out
     if not _is_loss(loss):
@@ -109,40 +105,20 @@ def infer(
     gradients = []
     for position, tree in zip(numbers, grads) if several else [(numbers, grads)]:
         # A leaf of a tree is named by its path, a bare array by its argument.
-        prefix = _argument(fun, position) if several or hasattr(tree, "dtype") else ""
+        is_named = several or hasattr(tree, "dtype")
+        prefix = argument_names(fun, [position])[0] if is_named else ""
         gradients += describe(tree, lambda path, p=prefix: _join(p, path) + "@GRAD")
     return Inferred(outputs, gradients)
 
 
 def _eval_shape(fun: Callable[..., Any], specs: Sequence[Any]) -> Any:
-    """Calls `jax.eval_shape`; passes ints, strings and functions unchanged."""
-    leaves, treedef = jax.tree.flatten(specs)
-    places = [k for k, leaf in enumerate(leaves) if hasattr(leaf, "dtype")]
-
-    def call(arrays):
-        for k, array in zip(places, arrays):
-            leaves[k] = array
-        return fun(*treedef.unflatten(leaves))
-
-    return jax.eval_shape(call, [leaves[k] for k in places])
-
-
-def _argument(fun: Callable[..., Any], position: int) -> str:
-    """Returns the name of an argument of a function."""
-    try:
-        names = list(inspect.signature(fun).parameters.values())
-    except (TypeError, ValueError):  # a builtin
-        names = []
-    named = position < len(names) and names[position].kind in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    )
-    return names[position].name if named else f"arg{position}"
+    """Traces `fun`; passes ints, strings and functions unchanged."""
+    flat = trace_flat(fun, specs, {}, lambda x: hasattr(x, "dtype"))
+    return flat.unflatten([var.aval for var in flat.jaxpr.outvars])
 
 
 def _join(prefix: str, path: str) -> str:
-    path = "" if path == BARE else path
-    return ".".join(part for part in (prefix, path) if part)
+    return join(prefix, "" if path == BARE else path)
 
 
 def _is_loss(x: Any) -> bool:

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from sparsejax import _arguments
+from sparsejax import _compat
 from sparsejax._arguments import PyTree
 from sparsejax._rows import SelectedRows
 from sparsejax._segments import SegmentTensor
@@ -117,8 +116,7 @@ def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
     variables = []
     for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        name = ".".join(part for part in (prefix, name) if part)
+        name = join(prefix, jax.tree_util.keystr(path, simple=True, separator="."))
         if isinstance(leaf, SegmentTensor):
             variables += _variables(leaf.values, name, level + 1)
         else:
@@ -127,31 +125,18 @@ def _variables(tree: Any, prefix: str, level: int) -> list[tuple[str, Any, int]]
 
 
 def _describe_one(name: str, value: Any, level: int, persistable: bool) -> VarDesc:
-    if not isinstance(value, SelectedRows) and not hasattr(value, "dtype"):
-        if not isinstance(value, bool | int | float | complex):
-            raise TypeError(
-                f"describe: {name} must be an array, jax.ShapeDtypeStruct, "
-                f"SelectedRows or SegmentTensor, got {_arguments.kind_of(value)}."
-            )
-        value = jax.eval_shape(lambda: jax.numpy.asarray(value))
-    dims = [_dim(d) for d in value.shape]
+    if not hasattr(value, "dtype"):
+        value = jax.typeof(value)  # of a number
+    dims = [
+        UNKNOWN if d is None or _compat.is_symbolic_dim(d) else int(d)
+        for d in value.shape
+    ]
     if level:
         dims[0] = UNKNOWN
     kind = SELECTED_ROWS if isinstance(value, SelectedRows) else LOD_TENSOR
-    data_type = _name_of(value.dtype)
-    return VarDesc(name, kind, data_type, tuple(dims), level, persistable)
+    return VarDesc(name, kind, value.dtype.name, tuple(dims), level, persistable)
 
 
-def _dim(d: Any) -> int:
-    """Returns a dimension as an int, -1 for None or a symbol of `jax.export`."""
-    try:
-        return int(d)
-    except Exception:  # the error that jax.export raises is not public
-        return UNKNOWN
-
-
-def _name_of(dtype: Any) -> str:
-    try:
-        return np.dtype(dtype).name
-    except TypeError:  # a type that only JAX has, such as key<fry>
-        return str(dtype)
+def join(prefix: str, path: str) -> str:
+    """Joins two paths with a dot, if neither is empty."""
+    return ".".join(filter(None, (prefix, path)))

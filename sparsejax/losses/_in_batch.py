@@ -10,7 +10,7 @@ from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike, Scalar
 from sparsejax._rows import arithmetic
 from sparsejax._segments import elements
-from sparsejax.losses import _scores
+from sparsejax.losses._pairwise import as_mask
 
 
 def in_batch_softmax_loss(
@@ -97,7 +97,7 @@ def in_batch_softmax_loss(
         ids = jnp.asarray(elements.narrow(ids, "candidate_ids"))
         ids = _of_candidates("candidate_ids", ids, count)
         is_negative &= ids[:size, None] != ids[None]
-    where = _scores.as_mask(where, (size, count))
+    where = as_mask(where, (size, count))
     if where is not None:
         is_negative &= where
     right = jnp.diagonal(scores)

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
 
 from sparsejax import _arguments, _compat
 from sparsejax._arguments import ArrayLike
@@ -109,13 +108,6 @@ class NegativeSampler:
     distribution: str = dataclasses.field(default="uniform", metadata={"static": True})
     table: AliasTable | None = None
 
-    def __post_init__(self) -> None:
-        if self.distribution not in ("uniform", "log_uniform", "counts"):
-            raise ValueError(
-                "distribution must be 'uniform', 'log_uniform' or 'counts', got "
-                f"{self.distribution!r}. Use a maker, such as .uniform(num_ids)."
-            )
-
     # -- makers ------------------------------------------------------------------
 
     @classmethod
@@ -150,11 +142,15 @@ class NegativeSampler:
             which in-batch negatives have.
 
         Raises:
-          TypeError: counts are traced or not numbers, or `power` is not a number.
           ValueError: counts are negative, not finite, all 0, or not `[V]`; or `power`
             is negative or infinite.
         """
-        counts, power = _check_counts(counts), _check_power(power)
+        counts = _check_counts(counts)
+        if not 0 <= power < np.inf:
+            raise ValueError(
+                f"power must be a finite number of 0 or more, got {power}. 0.75 is the "
+                "power of word2vec; 1 keeps the frequencies of the data."
+            )
         weights = np.where(counts > 0, counts**power, 0.0)
         total = weights.sum()
         if not 0 < total < np.inf:
@@ -215,8 +211,7 @@ class NegativeSampler:
         key, shape = _arguments.as_key(key), _check_shape(shape)
         if _arguments.check_bool("unique", unique) and shape[-1] > self.num_ids:
             raise ValueError(
-                f"{shape[-1]} distinct ids cannot be drawn of {self.num_ids}. Draw "
-                "fewer, or leave unique out."
+                f"{shape[-1]} distinct ids do not exist in {self.num_ids}. Draw fewer."
             )
         log_kept = jnp.zeros((1,) * len(shape), jnp.float32)
         if exclude is not None:
@@ -263,11 +258,11 @@ class NegativeSampler:
             args = indexing.take_rows, self.table.log_probs, ids
             log_p = indexing.sharded_like_ids(*args, ndim=ids.ndim)
             log_p = jnp.maximum(log_p, self.table.lowest)
-        elif self.distribution == "uniform":
-            log_p = jnp.full(ids.shape, -math.log(self.num_ids), jnp.float32)
-        else:
+        elif self.distribution == "log_uniform":
             safe = jnp.maximum(ids, 0).astype(jnp.float32)
             log_p = jnp.log(jnp.log1p(1 / (safe + 1)) / math.log(self.num_ids + 1))
+        else:
+            log_p = jnp.full(ids.shape, -math.log(self.num_ids), jnp.float32)
         return jnp.where(inside, log_p, jnp.nan)
 
     def __repr__(self) -> str:
@@ -323,9 +318,8 @@ class NegativeSampler:
             exclude = exclude.reshape((1,) * (len(shape) - 1) + exclude.shape)
         elif exclude.shape[:-1] != shape[:-1]:
             raise ValueError(
-                f"exclude must be [E], or [..., E] with the axes {shape[:-1]}, all "
-                f"axes of shape={shape} but the last, got exclude of shape "
-                f"{exclude.shape}."
+                f"exclude must be [E], or [..., E] with the axes {shape[:-1]} of "
+                f"shape={shape}, got shape {exclude.shape}."
             )
         exclude = jnp.sort(exclude, axis=-1)
         again = exclude[..., 1:] == exclude[..., :-1]
@@ -441,12 +435,9 @@ def _check_num_ids(num_ids: Any) -> int:
 def _check_shape(shape: Any) -> tuple[int, ...]:
     size = lambda n: n if _compat.is_symbolic_dim(n) else operator.index(n)
     try:
-        sizes = (size(shape),)
+        sizes = tuple(map(size, shape if isinstance(shape, Sequence) else [shape]))
     except TypeError:
-        try:
-            sizes = tuple(map(size, shape))
-        except TypeError:
-            sizes = ()
+        sizes = ()
     if not sizes or any(n < 0 for n in sizes) or sizes[-1] < 1:
         raise (ValueError if sizes else TypeError)(
             "shape must be the number of ids, or a tuple that ends with it, such as "
@@ -457,35 +448,14 @@ def _check_shape(shape: Any) -> tuple[int, ...]:
 
 def _check_counts(counts: Any) -> np.ndarray:
     """Returns `counts` as float64 `[V]`."""
-    if isinstance(counts, Tracer):
-        raise TypeError(
-            f"counts must be known on the host, got {_arguments.show(counts)}. Create "
-            "the sampler outside of jit, and pass it as an argument."
-        )
-    try:
-        array = np.asarray(counts, np.float64)
-    except (TypeError, ValueError):
-        array = np.zeros(())
+    array = np.asarray(counts, np.float64)
     if array.ndim != 1 or not array.size:
-        raise (ValueError if _arguments.is_array(counts) else TypeError)(
-            "counts must be an array of numbers [V], one per id, got "
-            f"{_arguments.kind_of(counts)}. See Vocabulary.counts(column)."
+        raise ValueError(
+            f"counts must be numbers [V], one per id, got {_arguments.kind_of(counts)}."
         )
     bad = ~((array >= 0) & (array < np.inf))
     if bad.any():
         raise ValueError(
-            f"counts must be finite and 0 or more, got {array[bad][0]} for id "
-            f"{np.argmax(bad)}."
+            f"counts must be finite, >= 0, got {array[bad][0]} for id {np.argmax(bad)}."
         )
     return array
-
-
-def _check_power(power: Any) -> float:
-    is_number = isinstance(power, (int, float, np.number))
-    if not is_number or not 0 <= power < np.inf:
-        raise (ValueError if is_number else TypeError)(
-            "power must be a finite number of 0 or more, got "
-            f"{_arguments.show(power)}. 0.75 is the power of word2vec; 1 keeps the "
-            "frequencies of the data."
-        )
-    return float(power)

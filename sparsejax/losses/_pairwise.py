@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from sparsejax import _arguments
 from sparsejax._arguments import ArrayLike, Scalar
 from sparsejax._rows import indexing
-from sparsejax.losses import _scores
 
 
 def bpr_loss(
@@ -170,7 +169,7 @@ class _Pairs:
                 f"negative_scores must have the shape of positive_scores, {lead}, or "
                 f"one more axis of negatives, got shape {negative.shape}."
             )
-        where = _scores.as_mask(where, negative.shape)
+        where = as_mask(where, negative.shape)
         if negative.shape == lead:
             negative = negative[..., None]
             where = None if where is None else where[..., None]
@@ -191,3 +190,13 @@ class _Pairs:
         count = jnp.sum(self.where, axis=-1, dtype=losses.dtype)
         total = jnp.sum(jnp.where(self.where, losses, 0), axis=-1)
         return total / jnp.maximum(count, 1)
+
+
+def as_mask(where: Any, shape: tuple[int, ...]) -> jax.Array | None:
+    """Returns `where` as booleans, broadcast to `shape`; None stays None."""
+    if where is None:
+        return None
+    where = _arguments.to_array(where, "where", "an array of booleans")
+    if where.dtype != jnp.bool_:
+        raise TypeError(f"where must be booleans, got {_arguments.kind_of(where)}.")
+    return jnp.broadcast_to(where, shape)

@@ -49,9 +49,7 @@ def sampled_softmax_loss(
       `[...]`, one loss per example, at least float32.
 
     Raises:
-      TypeError: `labels` or `negatives` are not integers, or another argument is not
-        an array of floats.
-      ValueError: shapes do not match, or the negatives have no `label_log_q`.
+      TypeError, ValueError: an argument is not as described.
 
     Example:
       >>> import jax, jax.numpy as jnp, sparsejax as sj
@@ -156,11 +154,9 @@ def _scores_of(
     height, lead = table.shape[0], inputs.shape[:-1]
     labels = _arguments.as_ids(labels, height, "labels")
     if labels.shape[: len(lead)] != lead or labels.ndim > inputs.ndim:
-        is_swapped = labels.shape == table.shape[:1]
         raise ValueError(
-            f"labels must be {lead} for inputs {inputs.shape}, or have one more axis "
-            f"of labels, got shape {labels.shape}."
-            f"{' The table comes before inputs.' * is_swapped}"
+            f"labels must be {lead} for inputs {inputs.shape}, or have one more axis, "
+            f"got shape {labels.shape}. The order is (table, inputs, labels, ...)."
         )
     ids, log_q, label_log_q = _parts_of(negatives, labels)
     ids = _arguments.as_ids(ids, height, "negatives")
@@ -183,8 +179,7 @@ def _scores_of(
         bias = _as_table(bias, "bias")
         if bias.shape not in ((height,), (height, 1)):
             raise ValueError(
-                f"bias must be [V, 1] or [V] with the V = {height} rows of table, got "
-                f"shape {bias.shape}."
+                f"bias must be [{height}, 1] or [{height}], got shape {bias.shape}."
             )
         flat = lambda x, ids: x.reshape(ids.shape).astype(right.dtype)
         right += flat(lookup.lookup(bias, labels), labels)
@@ -218,13 +213,11 @@ def _parts_of(negatives: Any, labels: jax.Array) -> tuple[Any, Any, Any]:
     ids, log_q, label_log_q = negatives
     if label_log_q is None:
         raise ValueError(
-            "negatives have no label_log_q, which the correction needs. Pass the "
-            "labels when you sample: sampler.sample(key, n, labels). Or pass "
-            "negatives.ids for no correction."
+            "negatives have no label_log_q. Call sampler.sample(key, n, labels), or "
+            "pass negatives.ids for no log-Q correction."
         )
     if label_log_q.shape != labels.shape or log_q.shape != ids.shape:
         raise ValueError(
-            f"negatives were sampled for labels of shape {label_log_q.shape}, got "
-            f"labels of shape {labels.shape}."
+            f"negatives are for labels {label_log_q.shape}, got {labels.shape}."
         )
     return ids, log_q, label_log_q

@@ -238,6 +238,13 @@ class EmbeddingCollection:
 
     # -- one table ---------------------------------------------------------------
 
+    def _place(self, table: str) -> tuple[str, int, int]:
+        """Returns the stack of a table, and its rows `[start, stop)` in it."""
+        if table not in self._places:
+            names = list(self._places)
+            raise KeyError(f"table must be one of {names}, got {table!r}.")
+        return self._places[table]
+
     def get_table(self, params: PyTree, table: str) -> Any:
         """Returns one table `[V, D]`; in gradients a SelectedRows, as its stack is.
 
@@ -252,7 +259,7 @@ class EmbeddingCollection:
           >>> layer.get_table(sj.grad(loss)(params), "b")
           SelectedRows(rows=[- 1], values=float32[2,2], height=70, num_rows=1)
         """
-        name, start, stop = self._places[table]
+        name, start, stop = self._place(table)
         stack = self._arrays(params, dense=False)[name]
         if is_quantized(stack):
             return jax.tree.map(lambda x: x[start:stop], stack)
@@ -283,7 +290,7 @@ class EmbeddingCollection:
           >>> layer(params, {"b": jnp.array([6])})["b"]
           Array([[1., 1.]], dtype=float32)
         """
-        name, start, stop = self._places[table]
+        name, start, stop = self._place(table)
         stack = self._arrays(params, dense=False)[name]
         rows = jnp.arange(start, stop, dtype=_arguments.index_dtype(stack.shape[0]))
         values = self._as_table(table, values)

@@ -43,7 +43,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from sparsejax import _arguments, _compat
-from sparsejax._lookup.read_rows import read_rows as _read_local_rows
+from sparsejax._lookup.lookup import read_rows as _read_local_rows
 from sparsejax._rows import indexing, merge
 
 

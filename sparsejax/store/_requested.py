@@ -129,7 +129,7 @@ def capacity_for(name: str, count: int, height: int, capacity: int | None) -> in
     """Returns the capacity for `count` rows; raises if `capacity` is too small."""
     if capacity is None:
         return min(bucket(count), max(1, height))
-    capacity = _arguments.check_capacity(capacity)
+    capacity = _arguments.static_int("capacity", capacity)
     if count > capacity:
         raise ValueError(
             f"{count} distinct rows of table {name!r} do not fit in capacity="

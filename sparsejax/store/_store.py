@@ -1093,7 +1093,7 @@ class KVStore:
             if name is not None:
                 self.engine.table(name)  # an unknown name would have no effect
             if size is not None:
-                _arguments.check_capacity(size)
+                _arguments.static_int("capacity", size)
         return Capacities(capacity)
 
 

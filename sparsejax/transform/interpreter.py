@@ -50,7 +50,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import _arguments, _compat, _mesh, _primitives
-from sparsejax._lookup.read_rows import read_rows
+from sparsejax._lookup.lookup import read_rows
 from sparsejax._rows import indexing
 from sparsejax.transform.liveness import Liveness, Registry
 from sparsejax.transform.table import (

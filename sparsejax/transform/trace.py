@@ -187,7 +187,7 @@ def trace_call(
     chosen = tuple(args[i] for i in numbers) if several else args[numbers[0]]
     is_leaf = lambda x: is_selected_rows(x) or is_quantized(x)
     paths, tree = jax.tree_util.tree_flatten_with_path(chosen, is_leaf=is_leaf)
-    names = _argument_names(fun, numbers)
+    names = argument_names(fun, numbers)
     name_of = lambda path: (
         names[path[0].idx] + jax.tree_util.keystr(path[1:])
         if several
@@ -286,7 +286,8 @@ def _check_argnums(argnums: int | tuple[int, ...], count: int) -> tuple[int, ...
     return numbers
 
 
-def _argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
+def argument_names(fun: Callable, numbers: Sequence[int]) -> list[str]:
+    """Returns the names of positional arguments, `args[k]` if unknown."""
     try:
         parameters = list(inspect.signature(fun).parameters.values())
     except (TypeError, ValueError):

@@ -49,16 +49,10 @@ def rows_touched(steps: Iterable[Any], height: int, *, title: str = "") -> Any:
     ids = [_ids_of(step, height) for step in steps]
     if not ids or height <= 0:
         raise ValueError(
-            "rows_touched: there must be at least one step and one row, got "
-            f"{len(ids)} and {height}."
+            f"there must be a step and a row, got {len(ids)} steps and height={height}."
         )
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "rows_touched needs matplotlib, which is not installed: pip install "
-            "'sparsejax[viz]'."
-        ) from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_steps(left, ids, height)
@@ -74,8 +68,7 @@ def _ids_of(step: Any, height: int) -> np.ndarray:
     elif isinstance(step, SelectedRows):
         if step.height != height:
             raise ValueError(
-                f"rows_touched: got a SelectedRows of height {step.height} for a table "
-                f"of {height} rows."
+                f"a SelectedRows has height {step.height}, the table {height} rows."
             )
         step = step.rows
     ids = np.asarray(step).reshape(-1)

@@ -80,25 +80,18 @@ class WireBytes:
     @property
     def by_kind(self) -> dict[str, int]:
         """Bytes by kind of collective, for the kinds in the program."""
-        totals: dict[str, int] = {}
+        totals: collections.Counter[str] = collections.Counter()
         for c in self.collectives:
-            totals[c.kind] = totals.get(c.kind, 0) + c.total
-        return totals
+            totals[c.kind] += c.total
+        return dict(totals)
 
     def __repr__(self) -> str:
-        rows = [
-            (
-                c.kind,
-                c.shape,
-                f"{c.group_size}",
-                f"{c.times}",
-                f"{c.total:,}",
-                c.made_by,
-            )
-            for c in self.collectives
-        ]
+        rows: list[tuple[str, ...]] = [_HEAD]
+        for c in self.collectives:
+            group, times = str(c.group_size), str(c.times)
+            rows.append((c.kind, c.shape, group, times, f"{c.total:,}", c.made_by))
         rows.append(("total", "", "", "", f"{self.total:,}", ""))
-        return _arguments.show_table([_HEAD, *rows], right=(2, 3, 4))
+        return _arguments.show_table(rows, right=(2, 3, 4))
 
 
 def wire_bytes(
@@ -152,10 +145,8 @@ def wire_bytes(
         text = compiled.as_text()
     if not isinstance(text, str) or not (program := _Program(text)).entries:
         raise ValueError(
-            "wire_bytes: compiled must be a compiled program or its text, got "
-            f"{_arguments.kind_of(compiled)} without an ENTRY computation. Pass "
-            "jax.jit(f).lower(*args).compile(); the result of .lower() has no "
-            "collectives yet."
+            "compiled must be jax.jit(f).lower(*args).compile() or its text, got "
+            f"{_arguments.kind_of(compiled)} without an ENTRY computation."
         )
     counted: collections.Counter[Collective] = collections.Counter()
     for entry in program.entries:
@@ -172,7 +163,7 @@ def wire_bytes(
 
 _NAME = r"%?([\w.\-]+)"
 _HEADER = re.compile(rf"^\s*(ENTRY\s+)?{_NAME}\s*(?:\(.*)?\{{\s*$")
-_LINE = re.compile(rf"^\s*(?:ROOT\s+)?{_NAME} = (.*)$")
+_LINE = re.compile(rf"^\s*(?:ROOT\s+)?{_NAME} = (.*?) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
     r"\b(to_apply|calls|body|condition|true_computation|false_computation|"
     r"branch_computations|called_computations)=(\{[^{}]*\}|%?[\w.\-]+)"
@@ -185,7 +176,7 @@ class _Instruction(NamedTuple):
 
     opcode: str
     shape: str
-    attributes: str
+    attributes: str  # after the operands
 
     def called(self) -> list[tuple[str, str]]:
         """Returns `(attribute, computation)` for each computation that it refers to."""
@@ -209,10 +200,7 @@ class _Program:
         inside: list[_Instruction] = []
         for line in text.splitlines():
             if match := _LINE.match(line):
-                shape, tail = _until_closed(match[2], " ")
-                opcode, _, tail = tail.strip().partition("(")
-                _, attributes = _until_closed("(" + tail, "")  # without the operands
-                inside.append(_Instruction(opcode, shape, attributes))
+                inside.append(_Instruction(match[3], match[2], match[4]))
             elif match := _HEADER.match(line):
                 inside = self.computations.setdefault(match[2], [])
                 self.entries += [match[2]] if match[1] else []
@@ -251,10 +239,11 @@ class _Program:
 
 def _collective(kind: str, instruction: _Instruction, num_devices: int) -> Collective:
     shape = re.sub(r"\{[^{}]*\}|/\*.*?\*/", "", instruction.shape)  # layouts, comments
-    started = instruction.opcode.endswith("-start") and kind != "all-reduce"
-    if started and shape.startswith("("):
-        shape = _split_tuple(shape)[1]  # (operand, result, ...)
     arrays = _ARRAY.findall(shape)
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        # Operands, as many results, and contexts.
+        arrays = [array for array in arrays if array != ("u32", "")]
+        arrays = arrays[len(arrays) // 2 :]
     size = sum(_num_bytes(*array) for array in arrays)
     g = _group_size(instruction.attributes, num_devices)
     if kind == "all-reduce":
@@ -291,31 +280,3 @@ def _group_size(attributes: str, num_devices: int) -> int:
     if match := re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", attributes):
         return max(len(group.split(",")) for group in match[1].strip("{}").split("},{"))
     return num_devices
-
-
-def _until_closed(text: str, end: str) -> tuple[str, str]:
-    """Cuts `text` behind the parenthesis that closes its first one.
-
-    Without a parenthesis at its start, up to `end`.
-    """
-    if not text.startswith("("):
-        first, _, tail = text.partition(end)
-        return first, tail
-    depth = 0
-    for match in re.finditer(r"[()]", text):
-        depth += 1 if match[0] == "(" else -1
-        if depth == 0:
-            return text[: match.end()], text[match.end() :]
-    return text, ""
-
-
-def _split_tuple(shape: str) -> list[str]:
-    """Splits a tuple shape into its members."""
-    parts, depth = [""], 0
-    for letter in shape[1:-1]:
-        depth += (letter in "([{") - (letter in ")]}")
-        if letter == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return [part.strip() for part in parts]

@@ -207,10 +207,9 @@ def recommender() -> None:
     print(value, gradient.num_rows())
 
     scores: jax.Array = sj.segment_softmax(jnp.ones(4), jnp.array([0, 0, 1, 1]), 2)
-    counts = sj.segment_count(baskets)
-    assert_type(counts, jax.Array)
+    counts: jax.Array = sj.segment_count(baskets)
     distinct, places, number = sj.unique(ids, size=4)
-    print(scores, distinct, places, number)
+    print(scores, counts, distinct, places, number)
     assert_type(sj.lengths_to_offsets(lengths), jax.Array)
     assert_type(sj.partition(ids, 2), sj.SegmentTensor)
 

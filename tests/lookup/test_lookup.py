@@ -413,11 +413,9 @@ def test_error_mode_without_checkify_names_it():
     bag = lambda ids: sj.embedding_bag(table, ids[None], mode="raise")
     scan = lambda ids: jax.lax.scan(lambda c, i: (c, read(i)), 0, ids)
     grad = jax.jit(sj.grad(lambda t: jnp.sum(sj.lookup(t, ids, mode="raise"))))
-    for name, f in ("lookup", jax.jit(read)), ("embedding_bag", jax.jit(bag)):
-        with pytest.raises(ValueError, match="jax.jit.checkify.checkify.f"):
-            f(ids)
-    for f in (scan, jax.jit(jax.vmap(read)), lambda ids: grad(table)):
-        with pytest.raises(ValueError, match="needs jax.experimental.check"):
+    calls = jax.jit(read), jax.jit(bag), scan, jax.jit(jax.vmap(read))
+    for f in (*calls, lambda ids: grad(table)):
+        with pytest.raises(ValueError, match="checkify.checkify"):
             f(ids)
 
 
@@ -450,7 +448,7 @@ def test_a_row_that_was_not_pulled_is_an_error():
     read = functools.partial(sj.lookup, mode="error", padding_id=-1)
     error, _ = jax.jit(checkify.checkify(read))(pulled, jnp.array([4, -1, 2, 3]))
     message = r"2 of 4 ids are rows that the SelectedRows does not store; the first "
-    with pytest.raises(checkify.JaxRuntimeError, match=message + "is 2 and its hei"):
+    with pytest.raises(checkify.JaxRuntimeError, match=message + "is 2 and "):
         error.throw()
     assert read(pulled, [4, -1, 0]).tolist() == [[1] * D, [0] * D, [1] * D]
 

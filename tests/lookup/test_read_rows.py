@@ -10,8 +10,8 @@ from jax.test_util import check_grads
 
 import sparsejax as sj
 from helpers import eqns_of
+from sparsejax._lookup.lookup import read_rows
 from sparsejax._lookup.lowerings import cpu, xla
-from sparsejax._lookup.read_rows import read_rows
 
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32]

@@ -119,5 +119,5 @@ def test_a_symbolic_number_may_exceed_a_capacity():
     (b,) = export.symbolic_shape("b")
     padded = jax.ShapeDtypeStruct((b, 3), jnp.int32)
     few = jax.jit(lambda x: sj.SegmentTensor.from_padded(x, capacity=9))
-    with pytest.raises(ValueError, match=r"capacity=9 may be too small for 3\*b"):
+    with pytest.raises(ValueError, match="capacity=9 may be too small"):
         export.export(few)(padded)

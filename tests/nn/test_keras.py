@@ -15,7 +15,7 @@ keras: Any = pytest.importorskip("keras")
 if keras.backend.backend() != "jax":
     pytest.skip("keras is set up for another backend", allow_module_level=True)
 
-pytestmark = [pytest.mark.usefixtures("loose_promotion"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 V, D, N = 120, 4, 24
 layers = keras.layers
 

@@ -440,7 +440,7 @@ def test_moves_through_trees(bits, scale_dtype):
 
 
 @pytest.mark.parametrize("bits, scale_dtype", [(4, F16), (8, F32)])
-def test_requantize_and_average(bits, scale_dtype):
+def test_requantize(bits, scale_dtype):
     x, y = (make_rows(seed=k) for k in (6, 7))
     a, b = (sj.quantize(t, bits, scale_dtype=scale_dtype) for t in (x, y))
     assert_same_bits(a.requantize(x).to_fused(), a.to_fused())
@@ -450,12 +450,11 @@ def test_requantize_and_average(bits, scale_dtype):
     @jax.jit
     def run(a, b):
         stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, a)
-        of_stack = stacked.average(jnp.stack([whole] * 2), 0.25)
-        weight = jnp.float32(0.25)
+        of_stack = stacked.requantize(jnp.stack([want] * 2))
         last = jax.tree.map(lambda x: x[1], of_stack)
-        return a.average(b, 0.25), a.average(whole, weight), last
+        return a.requantize(0.75 * a.dequantize() + 0.25 * b.dequantize()), last
 
-    for got in (a.average(b, 0.25), *run(a, b)):
+    for got in (a.requantize(want), *run(a, b)):
         assert repr(got) == repr(a)
         # Half a scale, and the rounding of a float16 bias and scale.
         slack = np.abs(want).max(1) * (2e-3 if scale_dtype is F16 else 1e-5)
@@ -467,8 +466,9 @@ def test_requantize_and_average(bits, scale_dtype):
 
     @jax.jit
     def move(a, keys):
-        at_random = jax.vmap(lambda k: a.average(whole, 0.01, k).dequantize())
-        return at_random(keys).mean(0), a.average(whole, 0.01)
+        mean = 0.99 * a.dequantize() + 0.01 * whole
+        at_random = jax.vmap(lambda key: a.requantize(mean, key).dequantize())
+        return at_random(keys).mean(0), a.requantize(mean)
 
     moved, nearest = move(a, keys)
     want = 0.99 * old + 0.01 * whole

@@ -64,8 +64,8 @@ def kinds():
     return {
         "rows": ((G, H), of_rows),
         "sharded": ((sharded.values,) * 2, of_rows),
-        "float16": (quantized("float16"), r"table\.average\(other\)"),
-        "float32": (quantized("float32"), r"table\.average\(other\)"),
+        "float16": (quantized("float16"), r"table\.requantize\(array\)"),
+        "float32": (quantized("float32"), r"table\.requantize\(array\)"),
     }
 
 

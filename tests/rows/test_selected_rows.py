@@ -435,7 +435,7 @@ def test_a_height_beyond_32_bits(x64):
 
 def test_nothing_densifies_silently():
     a: Any = make_rows([4, 0], V)[0]
-    said = r"shape \(7, 3\).*Call \.to_dense\(\)"
+    said = r"Call \.to_dense\(\)"
     for f in (np.asarray, np.array, np.ravel):
         with pytest.raises(TypeError, match=said):
             f(a)

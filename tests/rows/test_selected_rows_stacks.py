@@ -94,7 +94,7 @@ def test_gradient_with_respect_to_a_stack():
 
 
 def test_refused():
-    with pytest.raises(TypeError, match=r"ids k \* V \+ v. Use .get\(ids\)"):
+    with pytest.raises(TypeError, match=r"Use .get\(k \* V \+ v\)"):
         _stack()[7]
     calls = {
         "lookup": lambda g: sj.lookup(g, jnp.array([1])),

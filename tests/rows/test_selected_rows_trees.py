@@ -182,7 +182,7 @@ def test_it_is_a_pytree():
         rebuilt = jax.tree.unflatten(treedef, [placeholder] * 2)
         assert rebuilt.rows is placeholder and rebuilt.height == V
     changed = jax.tree.unflatten(treedef, [np.zeros(3), np.zeros((3, 3))])
-    with pytest.raises(TypeError, match="can change them.*SelectedRows.map"):
+    with pytest.raises(TypeError, match="SelectedRows.map"):
         changed.map(lambda v: v)
 
 

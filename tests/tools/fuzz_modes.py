@@ -57,8 +57,8 @@ def total_of(x):
 def interpret(fun, *args):
     """`fun` traced as under jit; its operations run one by one, see `evaluate.py`."""
     jaxpr, out = jax.make_jaxpr(fun, return_shape=True)(*args)
-    actual = evaluate(jaxpr, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(out), actual)
+    found = evaluate(jaxpr, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
 # ------------------------------------------------------------------ modes
@@ -144,8 +144,9 @@ def check(case: Case, how: str) -> str:
       "compared"; "dense", if `tables=` is refused with the reason; "refused", if JAX
       and sparsejax refuse the case; or "skipped", if JAX alone decides.
     """
-    run = MODES["traced" if how == "required" else how]
-    options = {"tables": case.tables} if how == "required" else {}
+    run, options = MODES.get(how, traced), {}
+    if how == "required":
+        options["tables"] = case.tables
 
     def first(value_and_grad, **options):
         def run(params, batch):
@@ -157,29 +158,33 @@ def check(case: Case, how: str) -> str:
 
     args, theirs = (case.params, case.batches), first(jax.value_and_grad)
     try:
-        expected = run(theirs, *args)
+        want = run(theirs, *args)
     except Exception as error:
         if not case.refusals:
             return "skipped"
+        refusal = error
+    else:
+        refusal = None
+    if refusal is not None:
         try:
             run(first(sj.value_and_grad), *args)
-        except (type(error), TypeError, ValueError, IndexError):
+        except (type(refusal), TypeError, ValueError, IndexError):
             return "refused"
-        raise AssertionError(f"JAX refused: {error}") from error
+        raise AssertionError(f"JAX refused: {refusal}")
     try:
-        actual = run(first(sj.value_and_grad, **options), *args)
+        found = run(first(sj.value_and_grad, **options), *args)
     except sj.DensifyError:
         if how != "required":
             raise
         return "dense"
-    if not is_close(actual, expected, FINE):
+    if not is_close(found, want, FINE):
         if how == "second_order" and case.forwards:
             forwards = second_order(theirs, *args, jax.jacfwd)
-            if not is_close(forwards, expected, 1e-4):
+            if not is_close(forwards, want, 1e-4):
                 return "skipped"
         program = str(jax.make_jaxpr(theirs)(case.params, case.batches[0]))
         narrow = [x for name, x in ROUNDING.items() if f"{name}[" in program]
-        assert_close(actual, expected, max([FINE, *narrow]))
+        assert_close(found, want, max([FINE, *narrow]))
     return "compared"
 
 
@@ -191,33 +196,29 @@ def _all_are_rows(tables: Any, grads: Any) -> bool:
     return all(jax.tree.leaves(jax.tree.map(one, tables, grads)))
 
 
-def is_close(actual: Any, expected: Any, tolerance: float, **options: Any) -> bool:
+def is_close(found: Any, want: Any, tolerance: float, **options: Any) -> bool:
     """Whether `assert_close` holds."""
     try:
-        assert_close(actual, expected, tolerance, **options)
+        assert_close(found, want, tolerance, **options)
     except AssertionError:
         return False
     return True
 
 
 def assert_close(
-    actual: Any,
-    expected: Any,
-    tolerance: float,
-    what: str = "",
-    same_types: bool = True,
+    found: Any, want: Any, tolerance: float, what: str = "", same_types: bool = True
 ) -> None:
     """Compares trees, each array relative to its largest element.
 
     Args:
-      actual, expected: trees of one structure.
+      found, want: trees of one structure.
       tolerance: of floats; other types have to be equal.
       what: for the error.
       same_types: whether types have to agree. If not, floats agree to the precision of
-        the actual type.
+        the type that was found.
     """
-    assert jax.tree.structure(actual) == jax.tree.structure(expected), what
-    pairs = zip(jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected))
+    assert jax.tree.structure(found) == jax.tree.structure(want), what
+    pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want))
     for (path, a), b in pairs:
         where = f"{what} {jax.tree_util.keystr(path)}"
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):

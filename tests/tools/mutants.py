@@ -86,9 +86,11 @@ def seconds_of_tests(report):
 
 def tests_of(line, contexts, seconds, most):
     """The names of the tests that run `line`, of `most` seconds in all."""
-    # A line that runs at import has no test: all tests of its file run it.
-    of_line = [x for x in contexts.get(line, ()) if x] or sum(contexts.values(), [])
-    names = {name.partition("|")[0] for name in of_line} - {""}
+    names = {name.partition("|")[0] for name in contexts.get(line, ())} - {""}
+    if not names:  # a line that runs at import
+        names = {c.partition("|")[0] for found in contexts.values() for c in found} - {
+            ""
+        }
     timed = []
     for name in names:
         file, _, test = name.partition("::")
@@ -117,14 +119,17 @@ class FirstFailure:
 def run_tests(folder, names, pipe):
     """Exits with pytest's code. Stops at the first test that fails."""
     os.chdir(folder)
-    own = str(ROOT / "tests")
-    sys.path[:] = [str(folder), *(p for p in sys.path if not p.startswith(own))]
+    sys.path[:] = [
+        str(folder),
+        *(p for p in sys.path if not p.startswith(str(ROOT / "tests"))),
+    ]
     del sys.modules["conftest"]
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    # The modules that are imported here are not rewritten.
-    ignored = "ignore::pytest.PytestAssertRewriteWarning"
+    ignored = (
+        "ignore::pytest.PytestAssertRewriteWarning"  # of the modules imported here
+    )
     options = ["-x", "-q", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:cov"]
     os._exit(pytest.main([*options, *names], [FirstFailure(pipe)]))
 
@@ -154,22 +159,32 @@ def main():
     parser.add_argument("--coverage", type=pathlib.Path, default=ROOT / ".coverage")
     parser.add_argument("--times", type=pathlib.Path, default=ROOT / "build/tests.xml")
     options = parser.parse_args()
-    is_file = lambda room: room.endswith(".py")
-    walk = lambda room: [ROOT / room] if is_file(room) else (ROOT / room).rglob("*.py")
-    files = sorted(file for room in options.room for file in walk(room))
+    files = [
+        file
+        for room in options.room
+        for file in (
+            [ROOT / room] if room.endswith(".py") else (ROOT / room).rglob("*.py")
+        )
+    ]
     data = coverage.CoverageData(str(options.coverage))
     data.read()
     seconds = seconds_of_tests(options.times)
-    all_changes = [(file, *change) for file in files for change in changes_of(file)]
-    count = min(options.count, len(all_changes))
-    chosen = random.Random(options.seed).sample(all_changes, count)
+    all_changes = [
+        (file, line, change)
+        for file in sorted(files)
+        for line, change in changes_of(file)
+    ]
+    chosen = random.Random(options.seed).sample(
+        all_changes, min(options.count, len(all_changes))
+    )
     sys.dont_write_bytecode = True  # compiled files differ by whole seconds
     start, survivors, untested = time.monotonic(), 0, 0
-    sound, broken = set(), set()  # tests that pass, and that fail, without a change
+    sound, broken = (set(), set())  # tests that pass, and that fail, without a change
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "checkout")
-        ignore = shutil.ignore_patterns(".*", "__pycache__", "build")
-        shutil.copytree(ROOT, copy, ignore=ignore)
+        shutil.copytree(
+            ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build")
+        )
         for done, (file, line, change) in enumerate(chosen, 1):
             where, before, after = file.relative_to(ROOT), file.read_text(), change()
             contexts = data.contexts_by_lineno(str(file))
@@ -189,9 +204,14 @@ def main():
             if not found:
                 survivors += 1
                 untested += not names
-                texts = before.splitlines(), after.splitlines()
-                shown = list(difflib.unified_diff(*texts, lineterm="", n=0))[3:]
-                print(f"{where}:{line}, {len(names)} tests pass", *shown, sep="\n")
+                lines = difflib.unified_diff(
+                    before.splitlines(), after.splitlines(), lineterm="", n=0
+                )
+                print(
+                    f"{where}:{line}, {len(names)} tests pass",
+                    *list(lines)[3:],
+                    sep="\n",
+                )
             took = time.monotonic() - start
             print(f"{survivors} of {done} not found, {took:.0f} s", flush=True)
     print(

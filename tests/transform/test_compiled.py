@@ -19,7 +19,7 @@ import pytest
 import sparsejax as sj
 from helpers import compile_as_users_do, compile_step, count_traces
 from sparsejax._lookup.bag_sum import bag_sum
-from sparsejax._lookup.read_rows import read_rows
+from sparsejax._lookup.lookup import read_rows
 
 
 # Dense optax and JAX's own models promote types.

@@ -1,7 +1,5 @@
 """Pictures of reads."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -32,9 +30,3 @@ def test_rows_touched_of_a_table_that_fits_no_memory():
     steps = [rng.integers(0, 10**12, 5000) for _ in range(3)]
     curve = sj.viz.rows_touched(steps, height=10**12).axes[1].get_lines()[0]
     assert len(curve.get_xdata()) <= 2000 and curve.get_ydata()[-1] == 100
-
-
-def test_without_matplotlib(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match="pip install"):
-        sj.viz.rows_touched(STEPS, 10)

@@ -32,7 +32,7 @@ _MAX_PIECE, _MAX_PIECE_OF_CODES = 8, 32  # elements of a piece of a segmented ba
 def read_rows(
     table: jax.Array, ids: jax.Array, *, fill: bytes | None = None
 ) -> jax.Array:
-    """Returns `table[ids]`, see `sparsejax._lookup.read_rows`.
+    """Returns `table[ids]`, see `sparsejax._lookup.lookup.read_rows`.
 
     The rows are multiplied by a factor that is always one, so that the gather is fused
     with arithmetic. Left alone, XLA would move the multiplication into the users of the

@@ -47,7 +47,7 @@ class BagSpec:
 def read_rows(
     table: jax.Array, ids: jax.Array, *, fill: bytes | None = None
 ) -> jax.Array:
-    """Returns `table[ids]`, see `sparsejax._lookup.read_rows`."""
+    """Returns `table[ids]`, see `sparsejax._lookup.lookup.read_rows`."""
     mode = "clip" if fill is None else "fill"
     value = None if fill is None else np.frombuffer(fill, table.dtype)[0]
     return table.at[ids].get(mode=mode, fill_value=value, wrap_negative_indices=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from sparsejax._rows import arithmetic
@@ -85,10 +84,8 @@ def segment_normalize(
     References:
       jraph, `segment_normalize`.
     """
-    is_number = isinstance(eps, (int, float, np.number))
-    if not is_number or not eps > 0:
-        error = ValueError if is_number else TypeError
-        raise error(f"eps must be a static, positive number, got {eps!r}.")
+    if not eps > 0:
+        raise ValueError(f"eps must be a positive number, got {eps!r}.")
     centered, count = _centered(x, segments)
     # Small deviations stay as they are: `eps` is larger than their squares.
     centered, unit = segments.in_units(centered, least=1)

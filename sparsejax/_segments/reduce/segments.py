@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeVar, overload
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -147,10 +147,7 @@ _RAISES = """Raises:
 """
 
 
-Result = TypeVar("Result", covariant=True)
-
-
-class SegmentReduction(Protocol[Result]):
+class SegmentReduction(Protocol):
     """The signature of a `segment_*` function; some have `weights`, `k` or `eps`."""
 
     def __call__(
@@ -166,20 +163,12 @@ class SegmentReduction(Protocol[Result]):
         mode: str | jax.lax.GatherScatterMode | None = None,
         out_sharding: jax.sharding.Sharding | jax.sharding.PartitionSpec | None = None,
         **own: Any,
-    ) -> Result: ...
+    ) -> Any: ...
 
 
-@overload
-def segment_reduction(
-    *, empty: str, maps: Literal[False]
-) -> Callable[[Callable[..., Result]], SegmentReduction[Result]]: ...
-@overload
-def segment_reduction(
-    *, empty: str, kind: str = "any", per_element: bool = False
-) -> Callable[[Callable[..., Any]], SegmentReduction[Any]]: ...
 def segment_reduction(
     *, empty: str, kind: str = "any", per_element: bool = False, maps: bool = True
-) -> Callable[[Callable[..., Any]], SegmentReduction[Any]]:
+) -> Callable[[Callable[..., Any]], SegmentReduction]:
     """Makes `f(x, segments, **own)` a public function.
 
     Args:
@@ -192,7 +181,7 @@ def segment_reduction(
       maps: True if `f` is called for each array of a tree of values, not once.
     """
 
-    def decorate(f: Callable[..., Any]) -> SegmentReduction[Any]:
+    def decorate(f: Callable[..., Any]) -> SegmentReduction:
         inner = inspect.signature(f)
         names = list(inner.parameters)[2:]
 
@@ -211,14 +200,8 @@ def segment_reduction(
             **own,
         ):
             del bucket_size
-            values, segments = check_arguments(
-                data,
-                segment_ids,
-                num_segments,
-                indices_are_sorted,
-                mode=mode,
-                unique_indices=unique_indices,
-            )
+            args = data, segment_ids, num_segments, indices_are_sorted, unique_indices
+            values, segments = check_arguments(*args, mode=mode)
             if "empty" in names:
                 own["empty"] = empty
             weights = own.pop("weights", None) if "weights" in names else None
@@ -268,8 +251,7 @@ def _cast(x: Any, kind: str) -> tuple[Any, Any]:
     if kind == "real":
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(
-                f"data must be real numbers, got {x.dtype}. Reduce .real and .imag "
-                "separately."
+                f"data must be real, got {x.dtype}. Reduce .real and .imag separately."
             )
         dtype = indexing.float_dtype(x.dtype)
         return x.astype(indexing.accumulator_dtype(dtype)), dtype
@@ -280,9 +262,19 @@ def check_numbers(data: jax.Array) -> None:
     """Raises a TypeError if `data` is boolean."""
     if data.dtype == jnp.bool_:
         raise TypeError(
-            "data must be numbers, got bool. Cast it with .astype(jnp.int32), or use "
-            "segment_any or segment_all."
+            "data must be numbers, got bool. Use segment_any, or .astype(jnp.int32)."
         )
+
+
+def check_weights(weights: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Returns `weights`; raises unless they are real numbers of this shape."""
+    if weights.shape != shape:
+        raise ValueError(f"weights must have shape {shape}, got {weights.shape}.")
+    if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"weights must be real, got {weights.dtype}. Cast by .astype(jnp.float32)."
+        )
+    return weights
 
 
 def _docstring(f: Any, kind: str, empty: str, per_element: bool) -> str:
@@ -305,11 +297,10 @@ def _map_arrays(f: Callable[[jax.Array], Any], values: Any) -> Any:
     def one(path, x):
         if elements.is_nested(x):
             raise ValueError(
-                "The values of the SegmentTensor contain another SegmentTensor at "
-                f"values{jax.tree_util.keystr(path)}. Reduce the inner one first: the "
-                "result has one row per element of the outer one."
+                "The SegmentTensor contains another one at "
+                f"values{jax.tree_util.keystr(path)}. Reduce the inner one first."
             )
-        return f(as_data(x))
+        return f(jnp.asarray(x))
 
     return jax.tree_util.tree_map_with_path(one, values, is_leaf=elements.is_nested)
 
@@ -319,9 +310,9 @@ def check_arguments(
     segment_ids: Any,
     num_segments: Any,
     indices_are_sorted: bool,
+    unique_indices: bool = False,
     *,
     mode: Any = None,
-    unique_indices: bool = False,
     name: str = "data",
 ) -> tuple[Any, Segments]:
     """Returns the values, an array or a SegmentTensor's tree, and their segments.
@@ -331,23 +322,16 @@ def check_arguments(
     is_sorted, is_unique = bool(indices_are_sorted), bool(unique_indices)
     if isinstance(data, SegmentTensor):
         # `mode` has no effect: empty elements of a SegmentTensor always drop.
-        others = {"segment_ids": segment_ids, "num_segments": num_segments}
-        for other, value in others.items():
-            if value is not None:
-                raise ValueError(
-                    f"{name} is a SegmentTensor, which has its own segments. Omit "
-                    f"{other}, or pass {name}.values instead."
-                )
-        is_sorted |= data.is_sorted
-        return data.values, Segments(
-            data.segment_ids, data.num_segments, is_sorted, is_unique
-        )
-    data = as_data(data)
+        if not (segment_ids is None is num_segments):
+            raise ValueError(
+                f"{name} is a SegmentTensor, which has its own segments. Omit "
+                f"segment_ids and num_segments, or pass {name}.values instead."
+            )
+        ids, is_sorted = data.segment_ids, is_sorted or data.is_sorted
+        return data.values, Segments(ids, data.num_segments, is_sorted, is_unique)
+    data = jnp.asarray(elements.as_array(data, name))
     if segment_ids is None:
-        raise ValueError(
-            "segment_ids is missing. Pass the segment id of each element, or a "
-            "SegmentTensor as data."
-        )
+        raise ValueError("segment_ids is missing. Pass it, or a SegmentTensor as data.")
     ids = _arguments.as_integers(segment_ids, "segment_ids")
     if ids.shape != data.shape[:1]:
         raise ValueError(
@@ -360,43 +344,15 @@ def check_arguments(
         count = max(int(np.asarray(ids).max()) + 1, 0) if ids.size else 0
     else:
         raise ValueError(
-            "num_segments is required inside jit or sparsejax.value_and_grad, and "
-            "under vmap over the ids, where their values are unknown. Pass "
-            "num_segments, a static int."
+            "num_segments is required inside jit, vmap or sparsejax.value_and_grad, "
+            "where the ids are unknown. Pass num_segments, a static int."
         )
     ids = _arguments.as_ids(ids, count, "segment_ids")
-    try:
-        parsed = lax.GatherScatterMode.from_any(mode)
-    except (TypeError, ValueError):
-        parsed = lax.GatherScatterMode.ONE_HOT
-    if parsed is lax.GatherScatterMode.ONE_HOT:
-        raise ValueError(
-            f"mode must be 'drop', 'clip' or None, got {_arguments.show(mode)}. With "
-            "'clip', elements whose id is out of range go to the first or last "
-            "segment; otherwise they are dropped."
-        )
-    if parsed is lax.GatherScatterMode.CLIP:
+    if lax.GatherScatterMode.from_any(mode) is lax.GatherScatterMode.CLIP:
         is_unique = False  # several elements may go to the last segment
-        ids = jnp.clip(
-            ids, _arguments.scalar(0, ids), _arguments.scalar(max(count - 1, 0), ids)
-        )
+        last = _arguments.scalar(max(count - 1, 0), ids)
+        ids = jnp.clip(ids, _arguments.scalar(0, ids), last)
     return data, Segments(ids, count, is_sorted, is_unique)
-
-
-def as_data(data: Any) -> jax.Array:
-    try:
-        data = jnp.asarray(data)
-    except (OverflowError, TypeError, ValueError):
-        raise TypeError(
-            "data must be an array or a SegmentTensor, got "
-            f"{_arguments.kind_of(data)}. For a tree of arrays, use jax.tree.map or "
-            "make a SegmentTensor of it."
-        ) from None
-    if data.ndim == 0:
-        raise ValueError(
-            "data must have at least one axis (the elements), got a scalar."
-        )
-    return data
 
 
 # ------------------------------------------------------------------ empty segments
@@ -411,8 +367,7 @@ def fill(out: jax.Array, missing: jax.Array, empty: Any) -> jax.Array:
     kind = next(kind for kind in kinds if jnp.issubdtype(promoted, kind))
     if value.ndim or not jnp.issubdtype(out.dtype, kind):
         raise TypeError(
-            "empty must be a scalar that can be cast to the dtype of the result, "
-            f"{out.dtype}, got {_arguments.show(empty)}."
+            f"empty must be a scalar of {out.dtype}, got {_arguments.show(empty)}."
         )
     missing = indexing.append_axes(missing, out.ndim)
     return jnp.where(missing, value.astype(out.dtype), out)

@@ -16,6 +16,7 @@ from sparsejax._segments.reduce.cumulative import in_order
 from sparsejax._segments.reduce.segments import (
     Segments,
     check_numbers,
+    check_weights,
     fill,
     segment_reduction,
 )
@@ -55,7 +56,7 @@ def segment_sum(
     check_numbers(x)
     dtype = x.dtype
     if weights is not None:
-        w = _as_weights(weights, x)
+        w = check_weights(weights, x.shape[:1])
         if not jnp.issubdtype(dtype, jnp.inexact):
             dtype = indexing.promote(dtype, w.dtype)
         w = segments.mask(w.astype(indexing.accumulator_dtype(dtype)))
@@ -135,24 +136,9 @@ def segment_sqrtn(
     return _sum_over(x, w, arithmetic.root(squares), segments, empty)
 
 
-def _as_weights(weights: Any, data: jax.Array) -> jax.Array:
-    """Returns `weights`, one for each element of `data`, as an array `[n]`."""
-    if weights.shape != data.shape[:1]:
-        raise ValueError(
-            f"weights must have one entry per element of data, shape {data.shape[:1]}, "
-            f"got {weights.shape}."
-        )
-    if weights.dtype == jnp.bool_ or jnp.issubdtype(weights.dtype, jnp.complexfloating):
-        raise TypeError(
-            f"weights must be real numbers (integers or floats), got {weights.dtype}. "
-            "Cast them with .astype(jnp.float32)."
-        )
-    return weights
-
-
 def _masked_weights(x: jax.Array, segments: Segments, weights: Any) -> jax.Array:
     """Returns weights in the dtype of sums of `x`, 0 outside segments."""
-    w = _as_weights(weights, x)
+    w = check_weights(weights, x.shape[:1])
     return segments.mask(w.astype(indexing.float_accumulator_dtype(x.dtype)))
 
 

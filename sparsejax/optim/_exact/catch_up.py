@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sparsejax._lookup.read_rows import read_rows
+from sparsejax._lookup.lookup import read_rows
 from sparsejax._rows import SelectedRows, indexing
 from sparsejax._rows.order_after import always_true
 from sparsejax.optim._exact import closed_form

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import _compat
-from sparsejax._lookup.read_rows import read_rows
+from sparsejax._lookup.lookup import read_rows
 from sparsejax._rows import SelectedRows, indexing, is_quantized
 from sparsejax.optim._lazy import separability
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from sparsejax import _arguments
 from sparsejax._compat import primitives as p
-from sparsejax._lookup.read_rows import read_rows_p
+from sparsejax._lookup.lookup import read_rows_p
 from sparsejax._rows import indexing
 from sparsejax.transform.interpreter import RuleContext, register_rule
 from sparsejax.transform.table import TableRef
