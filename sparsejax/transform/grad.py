@@ -56,7 +56,7 @@ def value_and_grad(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, with sparse gradients for tables that are read by rows.
+    """Makes `jax.value_and_grad(fun)`, with sparse gradients for tables read by rows.
 
     For a loss `L` that reads a table `T` only through rows `T[i_1], ..., T[i_n]`, in
     any way (`table[ids]`, `jnp.take`, layers of flax, inside `jit`, `vmap`, `scan`):
@@ -134,7 +134,7 @@ def grad(
     *,
     tables: PyTree = None,
 ) -> Callable[..., Any]:
-    """`jax.grad`, with sparse gradients for tables that are read by rows.
+    """Makes `jax.grad(fun)`, with sparse gradients for tables read by rows.
 
     `grad(fun)(x)` is `value_and_grad(fun)(x)[1]`. See
     `sparsejax.value_and_grad` for what is sparse and for a training step, and

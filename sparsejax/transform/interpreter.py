@@ -236,7 +236,7 @@ class Run:
     )
 
     def only(self, tables: Collection[int]) -> Run:
-        """Returns the state after a walk with these tables alone.
+        """Keeps only what concerns these tables, as if the walk had met them alone.
 
         A rule sees one table at a time, so the reads of the others keep their order.
         """

@@ -27,7 +27,7 @@ from sparsejax._rows import indexing
 
 @dataclasses.dataclass(frozen=True)
 class RowFunction:
-    """`fn(rows [n, ...], *operands) -> [n, ...]`, acting on each row alone.
+    """A function `fn(rows [n, ...], *operands) -> [n, ...]` of each row alone.
 
     The operands are not closed over by `fn`, so that a ref can be passed into a
     `shard_map`, whose body must not close over arrays from outside.

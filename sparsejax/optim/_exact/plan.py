@@ -57,7 +57,12 @@ class Plan(NamedTuple):
     state: Any
 
     def displacement(self, state: Any, now: Sequence[Any] | None) -> list[jax.Array]:
-        """Returns F of every table after `state`, from F of the step before."""
+        """Returns the displacement coefficients of each table after `state`.
+
+        Args:
+          state: the state of `tx`.
+          now: the coefficients of the step before; see `closed_form`.
+        """
         leaves, by_step = jax.tree.leaves(state), {}
         for k, recurrence in enumerate(self.recurrences.values()):
             step = recurrence.step  # the same object for equal steps
@@ -91,7 +96,7 @@ def not_exact(name: str, reason: Any) -> ValueError:
 
 
 def planner(tx: Any, tables: Any) -> Callable[[Any], tuple[list[Any], Any, Plan]]:
-    """Returns a function of parameters: their leaves and structure, and the plan.
+    """Makes a function that returns the leaves, structure and plan of parameters.
 
     Args:
       tx: the optimizer.

@@ -248,7 +248,10 @@ def _factors(
     later: Sequence[Callable[[Any, Any], Any]],
     paths: Sequence[str],
 ) -> tuple[Any, tuple[int, ...], int | None, bool]:
-    """Returns the program of a step, first and second moments, and if it decays.
+    """Returns how a step without a gradient multiplies a weight and its moments.
+
+    The result is the traced program of the factors, the indices of the first moments,
+    the index of the second moment or None, and whether weights decay.
 
     Args:
       results: the update and the new moments, from shared state, weight and moments.

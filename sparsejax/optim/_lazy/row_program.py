@@ -131,10 +131,13 @@ class RowFunction:
     """A function of one row: from inputs and global values to some nodes.
 
     Args:
-      inputs: nodes of the gradient, the weights and the state rows, whichever are
-        needed.
       outputs: nodes.
-      operands: the global values that are needed.
+      inputs: nodes of the gradient, the weights and the state rows. The function keeps
+        those that it needs.
+
+    Attributes:
+      operands: the global values that it needs.
+      steps: the equations, in the order of the program.
     """
 
     def __init__(self, outputs: Sequence[Any], inputs: Sequence[Node]):

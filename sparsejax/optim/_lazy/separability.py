@@ -119,8 +119,8 @@ def is_row_separable(tx: optax.GradientTransformation, params: PyTree = None) ->
     SelectedRows itself.
 
     `optax.clip_by_global_norm` *after* adam counts as separable. Lifted, it clips by
-    the norm over the rows that were read, without the momentum of the others. It does
-    not after a part that moves even rows that were never read.
+    the norm over the rows that were read, without the momentum of the others. After a
+    part that moves even rows that were never read, it counts as not separable.
 
     Args:
       tx: an optax transformation.

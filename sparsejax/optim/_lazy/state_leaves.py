@@ -33,7 +33,7 @@ class StateLeaves(NamedTuple):
       owners: for each leaf, the table (index of a parameter leaf) that it follows, or
         None.
       blocked: for each table, why the state cannot be split into its rows, and the
-        leaf that shows it, None if its structure does.
+        leaf that shows it, or None if the state gets another structure.
       state: the state as ShapeDtypeStructs.
       by_leaf: for each leaf, True if its shape depends on a parameter's shape.
       program: `tx.init` as an open jaxpr of the parameters that are arrays.

@@ -79,7 +79,7 @@ def _gather_rule(
     for d, k in zip(dims.operand_batching_dims, dims.start_indices_batching_dims):
         if d not in axes:
             rows = _diagonal(rows, k, len(batch) + d)
-    # Without the axes that are collapsed.
+    # Without the axes that are collapsed or batched.
     gone = (*dims.collapsed_slice_dims, *dims.operand_batching_dims)
     kept = [d for d in range(ref.ndim) if d not in gone]
     shape = batch + tuple(slice_sizes[d] for d in kept)
@@ -262,7 +262,7 @@ def _move_axes(rows: jax.Array, start: int, axes: Sequence[int]) -> jax.Array:
 
 
 def _diagonal(x: jax.Array, k: int, d: int) -> jax.Array:
-    """Cuts axis `d` of `x` to length 1: element i at place i of axis `k`."""
+    """Takes element i of axis `d` at place i of axis `k`; `d` stays, of length 1."""
     shape = [1] * x.ndim
     shape[k] = x.shape[k]
     at = lax.broadcasted_iota(jnp.int32, shape, k)
