@@ -71,8 +71,7 @@ def from_bytes(data: bytes) -> VarDesc:
     Raises:
       ImportError: the protobuf library is not installed.
       TypeError: `data` is not bytes.
-      google.protobuf.message.DecodeError: the bytes are not a message.
-      ValueError: they are another message, or have an unknown data type.
+      ValueError: the bytes are not such a message, or have an unknown data type.
 
     Example:
       >>> import sparsejax as sj
@@ -84,7 +83,14 @@ def from_bytes(data: bytes) -> VarDesc:
       PaddlePaddle, design of `VarDesc`; Protocol Buffers, encoding.
     """
     message = message_types()["VarDesc"]()
-    message.ParseFromString(data)
+    from google.protobuf.message import DecodeError
+
+    try:
+        message.ParseFromString(data)
+    except DecodeError as error:
+        raise ValueError(
+            f"from_bytes: these {len(data)} bytes are not a protobuf message."
+        ) from error
     # An unknown data type or kind is missing too: protobuf keeps an enum number that
     # was not declared as an unknown field.
     missing = message.FindInitializationErrors()

@@ -108,6 +108,13 @@ class NegativeSampler:
     distribution: str = dataclasses.field(default="uniform", metadata={"static": True})
     table: AliasTable | None = None
 
+    def __post_init__(self) -> None:
+        if self.distribution not in ("uniform", "log_uniform", "counts"):
+            raise ValueError(
+                "distribution must be 'uniform', 'log_uniform' or 'counts', got "
+                f"{self.distribution!r}. Use a maker, such as .uniform(num_ids)."
+            )
+
     # -- makers ------------------------------------------------------------------
 
     @classmethod

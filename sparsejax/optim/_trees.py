@@ -5,6 +5,8 @@ which JAX and optax use for a leaf without a gradient, are leaves, too, so the l
 two trees match by index.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
