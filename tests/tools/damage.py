@@ -1,7 +1,7 @@
 """Damaged files for every reader: nothing but ValueError or OSError may come out.
 
     python -m tests.tools.damage --seconds 60         all readers, for a minute
-    python -m tests.tools.damage --count 100000 --seconds 9000    in ten core-minutes
+    python -m tests.tools.damage --count 100000       in ten core-minutes
     python -m tests.tools.damage --seed 3 --case 512  one file again, its traceback
 
 A case is one reader, one good file, and what is done to it: bytes are changed, cut,
@@ -20,6 +20,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import pathlib
 import random
@@ -655,7 +656,7 @@ def _raise_hangs(*_: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--count", type=int, default=10**9)
+    parser.add_argument("--count", type=int, help="of files, however long they take")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--case", type=int, help="only this one")
     parser.add_argument("--gigabytes", type=float, default=8.0, help="of address space")
@@ -671,10 +672,9 @@ def main() -> int:
             stack.enter_context(contextlib.redirect_stderr(quiet))
         bench = Bench(pathlib.Path(folder))
         _limit_memory(given.gigabytes)
-        first = 0 if given.case is None else given.case
-        last = given.count if given.case is None else given.case + 1
-        until = time.monotonic() + given.seconds
-        for case in range(first, last):
+        first, count = given.case or 0, given.count if given.case is None else 1
+        until = time.monotonic() + (given.seconds if count is None else math.inf)
+        for case in range(first, first + (count or 10**9)):
             if time.monotonic() > until:
                 break
             name, found = bench.try_case(given.seed, case)

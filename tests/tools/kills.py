@@ -23,6 +23,7 @@ The parent does not use JAX, so that children can be forked from it and start JA
 """
 
 import argparse
+import math
 import os
 import pathlib
 import random
@@ -456,7 +457,7 @@ class Victim:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--count", type=int, default=10**9)
+    parser.add_argument("--count", type=int, help="of kills, however long they take")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--kind", choices=KINDS, action="append")
     parser.add_argument("--seed", type=int, default=0)
@@ -468,8 +469,9 @@ def main() -> int:
             own = pathlib.Path(folder, kind)
             own.mkdir()
             victims.append(Victim(kind, own, rng))
-        until = time.monotonic() + given.seconds
-        for k in range(given.count):
+        seconds = given.seconds if given.count is None else math.inf
+        until = time.monotonic() + seconds
+        for k in range(given.count or 10**9):
             if time.monotonic() > until:
                 break
             victims[k % len(victims)].kill()
