@@ -118,7 +118,8 @@ def check_fits(values: Any, need: Any, n: int, capacity: int) -> None:
     if isinstance(need, int):
         if need > capacity:
             raise ValueError(
-                f"{need} elements do not fit in capacity={capacity}. Omit capacity."
+                f"{need} elements do not fit in capacity={capacity}. Pass "
+                f"capacity={need} or more, or omit it."
             )
     elif _arguments.may_exceed(n, capacity) and not any(
         map(_has_nan, jax.tree.leaves(values))

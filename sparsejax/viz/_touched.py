@@ -51,8 +51,12 @@ def rows_touched(steps: Iterable[Any], height: int, *, title: str = "") -> Any:
         raise ValueError(
             f"there must be a step and a row, got {len(ids)} steps and height={height}."
         )
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "rows_touched needs matplotlib: pip install 'sparsejax[viz]'."
+        ) from error
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_steps(left, ids, height)
