@@ -1,4 +1,4 @@
-"""What all files of a store have: the description of a table, and a header.
+"""The description of a table and the header, which all files of a store have.
 
 A description is the shape, dtype, leaves of the optimizer state, and PRNG key. It is
 compared with the table in memory before anything else is read. So a file of another

@@ -37,7 +37,7 @@ def merge(tx: Any, step: Step, refused: Callable) -> dict[int, SelectedRows]:
     """Returns for each table its gradient without duplicates.
 
     Raises:
-      refused: `tx` runs other operations on so many rows than on all.
+      refused: `tx` runs other operations on the rows of a gradient than on all.
     """
     merged = {i: merge_duplicates(step.grads[i]) for i in step.tables}
     num_rows = tuple(rows.capacity for rows in merged.values())
