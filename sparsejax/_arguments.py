@@ -104,7 +104,8 @@ class NotAnArray:
             )
         return NotImplemented
 
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
 
 
 # ------------------------------------------------------------------ ids

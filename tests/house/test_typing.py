@@ -38,10 +38,9 @@ def _pyright(folder, *arguments):
 
 
 def _shown(diagnostics):
-    return "\n".join(
-        f"{d['file']}:{d['range']['start']['line'] + 1}: {d['message']}"
-        for d in diagnostics
-    )
+    # A diagnostic of a base class has no range.
+    line = lambda d: d["range"]["start"]["line"] + 1 if "range" in d else 0
+    return "\n".join(f"{d['file']}:{line(d)}: {d['message']}" for d in diagnostics)
 
 
 @pytest.mark.slow
