@@ -27,16 +27,15 @@ def codex(tmp_path, shared_data):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "gain"), [("complex", 0.12), ("transe", 0.01)])
-def test_answers_are_ranked_above_frequent_ones(model, gain, codex, capsys):
-    options = "--dim 64 --epochs 12 --batch 256 --negatives 128"
-    knowledge_graph.main([codex, "--model", model, *options.split()])
+def test_answers_are_ranked_above_frequent_ones(codex, capsys):
+    options = "--model complex --dim 64 --epochs 12 --batch 256 --negatives 128"
+    knowledge_graph.main([codex, *options.split()])
     found = capsys.readouterr().out.splitlines()
     assert found[0] == "8,515 triples of 613 entities"
     assert re.findall(pykeen.LINE, found[-2])[0][0] == "12"
     mrr, frequent = map(float, re.findall(r"0\.\d+", found[-1]))
     assert frequent == pytest.approx(0.339, abs=0.001)
-    assert mrr > frequent + gain
+    assert mrr > frequent + 0.12
 
 
 @pytest.mark.slow
@@ -62,25 +61,18 @@ def test_transe_learns_the_translations_of_a_grid(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("model", knowledge_graph.MODELS)
-def test_the_loss_is_a_softmax_and_its_gradient_sparse(model):
+def test_scores_are_the_papers_and_gradients_sparse(model):
     rng = np.random.default_rng(0)
     params = {
         "entity": jnp.asarray(rng.normal(size=(500, 4)), jnp.float32),
         "relation": jnp.asarray(rng.normal(size=(90, 4)), jnp.float32),
     }
     triples = rng.integers(0, (500, 90, 500), (3, 3))
+    found = knowledge_graph.score_all(params, triples, model)
+    np.testing.assert_allclose(found, _scores(params, triples, model), 1e-3, 1e-4)
     negatives = jnp.append(rng.integers(0, 500, 6), triples[0, 2])
     loss = lambda params: knowledge_graph.loss_fn(params, triples, negatives, model, 0)
-    value = assert_gradients(loss, params, {"['entity']": 13, "['relation']": 3})
-    losses = []
-    for (head, relation, tail), row in zip(triples, _scores(params, triples, model)):
-        others = np.array([n for n in negatives.tolist() if n != tail])
-        every = np.append(row[others], row[tail])
-        losses.append(np.log(np.sum(np.exp(every))) - row[tail])
-    np.testing.assert_allclose(value, np.mean(losses), rtol=1e-4)
-    found = knowledge_graph.score_all(params, triples, model)
-    expected = _scores(params, triples, model)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4)
+    assert_gradients(loss, params, {"['entity']": 13, "['relation']": 3})
 
 
 def _scores(params, triples, model):

@@ -67,18 +67,6 @@ def test_a_run_resumes(run, tmp_path, where):
     assert first + later == whole and bits(resumed) == bits(lines)
 
 
-def test_rows_of_the_last_bytes():
-    text = np.frombuffer(b"abcabcabcxbc", np.uint8)[None]
-    rows = np.asarray(memory_table.ngram_rows(text, 1 << 20))[0]
-    assert rows.shape == (12, 4) and rows.min() >= 0 and rows.max() < 1 << 20
-    for column, length in enumerate(memory_table.GRAMS):
-        ends = np.arange(length - 1, 12)
-        grams = [bytes(text[0, end + 1 - length : end + 1]) for end in ends]
-        same = np.array(grams)[:, None] == np.array(grams)
-        own = rows[ends, column]
-        np.testing.assert_array_equal(own[:, None] == own, same)
-
-
 def test_the_gradient_is_that_of_jax_and_sparse():
     params = memory_table.init(jax.random.key(0))
     shape = 50_000, memory_table.WIDTH
@@ -87,7 +75,3 @@ def test_the_gradient_is_that_of_jax_and_sparse():
     loss = lambda params: memory_table.loss_fn(params, text)
     sparse = {"['bytes']": 3 * 32, "['memory']": 3 * 32 * 4}
     assert_gradients(loss, params, sparse, rtol=1e-3)
-
-
-def test_pieces_of_a_text_that_is_no_longer_than_two():
-    assert memory_table.pieces(np.arange(99), 3, 0).shape == (3, 33)

@@ -69,20 +69,6 @@ def test_a_place_sees_the_items_before_it_and_no_padding(model):
     np.testing.assert_array_equal(best, np.argsort(-scores, axis=1)[:, :10])
 
 
-def test_padding_has_no_loss(model):
-    items, key = np.array([[7, 5, 9, 4, 0, 0, 0]]), jax.random.key(2)
-    sampler = sj.losses.NegativeSampler.uniform(1000)
-    loss = jax.jit(partial(sequence.loss_fn, num_negatives=16))
-    loss, rows = loss(model, items, sampler, key), queries(model, items[:, :-1])[0, :3]
-    negatives = sampler.sample(key, 16).ids
-    scores = np.concatenate(
-        [(rows * model["items"][items[0, 1:4]]).sum(1)[:, None] + np.log(1000 / 16),
-         rows @ model["items"][negatives].T + np.log(1000 / 16)], axis=1,
-    )  # fmt: skip
-    expected = np.log(np.exp(scores).sum(1)) - scores[:, 0]
-    np.testing.assert_allclose(loss, expected.mean(), rtol=1e-4)
-
-
 def test_a_file_that_cannot_be_used(tmp_path):
     path = tmp_path / "short.csv"
     path.write_text("user,item\n1,2\n1,3\n1,4\n")

@@ -5,7 +5,6 @@ import re
 import numpy as np
 import pytest
 
-from examples import stream
 from helpers import ROOT, run_python
 
 
@@ -33,9 +32,3 @@ def test_a_follower_answers(tmp_path):
     pattern = r"6 versions, all equal; (0\.\d+) of the later answers right"
     (share,) = re.findall(pattern, lines[-1])
     assert float(share) > 0.8, lines[-1]
-
-
-def test_the_last_item_of_each_user():
-    lines = ["u,i", "a,1", "b,2", "a,3", "a,4"]
-    found = [*stream.read(lines, "u", "i")]
-    assert found == [("a", "", "1"), ("b", "", "2"), ("a", "1", "3"), ("a", "3", "4")]

@@ -53,16 +53,3 @@ def test_a_history_ends_before_the_basket():
     assert is_last.tolist() == [False, False, True, False, True, True]
     alone, _ = two_towers.histories(np.ones(30, int), np.arange(1, 31), np.arange(30))
     assert alone[-1].tolist() == list(range(10, 30))  # the latest
-
-
-def test_words_of_a_text(tmp_path):
-    path = tmp_path / "lines.csv"
-    path.write_text("u,i,t\n7,a,RED  mug\n8,b,\n7,a,RED  mug\n8,c,red " + "x " * 9)
-    data, sizes = two_towers.read(str(path), ["u"], ["i"], ["t"], [])
-    assert sizes == {"u": 3, "i": 4, "t": 4} and data["t"].shape == (4, 8)
-    assert data["i"].tolist() == [1, 2, 1, 3]
-    red, mug = data["t"][0, :2]
-    assert (
-        red > 0 < mug != red and not data["t"][1].any() and not data["t"][0, 2:].any()
-    )
-    assert data["t"][3].tolist() == [red] + [data["t"][3, 1]] * 7
