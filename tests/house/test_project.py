@@ -1,4 +1,4 @@
-"""The files around the code: the address, the citation, forms and workflows."""
+"""The files around the code: the address, the citation, the README, workflows."""
 
 import re
 import subprocess
@@ -11,38 +11,45 @@ import pages
 
 yaml = pytest.importorskip("yaml")
 
-PROJECT = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
+SETTINGS = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())
+PROJECT = SETTINGS["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
-GITHUB = pages.ROOT / ".github"
 # Files that are read or run without pyproject.toml state the address again.
 STATE_THE_ADDRESS = (
     r"pyproject\.toml|CITATION\.cff|README\.md|docs/install\.md|notebooks/.*"
 )
 
 
-def _files():
-    done = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=pages.ROOT, capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip("not a checkout of git")
-    return done.stdout.decode().rstrip("\0").split("\0")
-
-
 def test_the_address_is_the_same_everywhere():
     """`sed -i s,OLD,NEW, $(git grep -l OLD)` changes it, and misses nothing."""
-    owner, name = REPOSITORY.rstrip("/").split("/")[-2:]
-    for file in _files():
-        if not re.search(r"\.(md|py|toml|cff|ya?ml|ipynb)$", file):
-            continue
-        if not (path := pages.ROOT / file).exists():
-            continue
-        found = re.findall(
-            r"(?:github\.com|githubusercontent\.com)/([\w-]+)/sparsejax\b",
-            path.read_text(),
-        )
-        assert set(found) <= {owner} and name == "sparsejax", file
-        assert not found or re.fullmatch(STATE_THE_ADDRESS, file), file
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=pages.ROOT, capture_output=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("not a checkout of git")
+    owner, name = REPOSITORY.split("/")[-2:]
+    address = r"(?:github\.com|githubusercontent\.com)/([\w-]+)/sparsejax\b"
+    for file in listed.stdout.decode().split("\0"):
+        path = pages.ROOT / file
+        if re.search(r"\.(md|py|toml|cff|ya?ml|ipynb)$", file) and path.exists():
+            found = re.findall(address, path.read_text())
+            assert {*found} <= {owner} and name == "sparsejax", file
+            assert not found or re.fullmatch(STATE_THE_ADDRESS, file), file
+
+
+def test_the_readme_of_a_release_has_no_relative_links():
+    """Here they are relative, so that the site can follow them."""
+    text = (pages.ROOT / "README.md").read_text()
+    hooks = SETTINGS["tool"]["hatch"]["metadata"]["hooks"]
+    for rule in hooks["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(rule["pattern"], rule["replacement"], text)
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", text)
+    raw = REPOSITORY.replace("github.com", "raw.githubusercontent.com")
+    assert len(links) > 15
+    for image, link in links:
+        base = f"{raw}/main/" if image else f"{REPOSITORY}/blob/main/"
+        assert link.startswith(base), link
+        assert (pages.ROOT / link.removeprefix(base).partition("#")[0]).exists(), link
 
 
 def test_the_citation_is_of_this_version():
@@ -56,14 +63,13 @@ def test_the_citation_is_of_this_version():
 
 def test_workflows_run_what_a_contributor_runs():
     targets = re.findall(r"^([\w-]+):.*##", (pages.ROOT / "Makefile").read_text(), re.M)
-    texts = [path.read_text() for path in (GITHUB / "workflows").glob("*.yml")]
-    assert len(texts) == 2
-    for text in texts:
+    paths = [*(pages.ROOT / ".github" / "workflows").glob("*.yml")]
+    assert len(paths) == 2
+    for text in (path.read_text() for path in paths):
         jobs = yaml.safe_load(text)["jobs"].values()
         runs = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
         assert runs
-        for target in re.findall(r"^make ([\w-]+)", "\n".join(runs), re.M):
-            assert target in targets
+        assert {*re.findall(r"^make ([\w-]+)", "\n".join(runs), re.M)} <= {*targets}
         for pins in re.findall(r"-r (\S+\.txt)", text):
             assert (pages.ROOT / pins).exists()
         assert all(job["timeout-minutes"] for job in jobs)
@@ -74,12 +80,10 @@ def test_workflows_run_what_a_contributor_runs():
 
 def test_the_site_is_built_elsewhere_as_here():
     config = yaml.safe_load((pages.ROOT / ".readthedocs.yaml").read_text())
-    assert config["sphinx"] == {
-        "configuration": "docs/conf.py",
-        "fail_on_warning": True,
-    }
+    conf = {"configuration": "docs/conf.py", "fail_on_warning": True}
+    assert config["sphinx"] == conf
     (install,) = config["python"]["install"]
-    assert set(install["extra_requirements"]) <= PROJECT["optional-dependencies"].keys()
+    assert {*install["extra_requirements"]} <= PROJECT["optional-dependencies"].keys()
     python = config["build"]["tools"]["python"]
     assert f"Programming Language :: Python :: {python}" in PROJECT["classifiers"]
 

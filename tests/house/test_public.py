@@ -1,6 +1,10 @@
-"""The public names, pinned."""
+"""The public names: pinned, documented with examples, called in one vocabulary."""
 
+import ast
 import inspect
+import re
+import textwrap
+import types
 from typing import Any
 
 import jax
@@ -10,8 +14,8 @@ import optax
 import pytest
 from jax.experimental import checkify
 
-import public_names
 import sparsejax as sj
+from helpers import run_python
 
 
 NAMES = """
@@ -25,26 +29,9 @@ segment_logsumexp segment_max segment_mean segment_min segment_normalize segment
 segment_softmax segment_sqrtn segment_std segment_sum segment_top_k segment_var
 cpu data desc extend losses nn optim parallel store testing viz
 """
-
-
-def _public(module):
-    return {
-        name
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        # `import sparsejax` also binds its sub-packages; `transform` is one whose
-        # names are all at the top.
-        and not (inspect.ismodule(value) and name == "transform")
-    }
-
-
 NAMES_OF = {
-    "data": """
-        ArrayDataset DataLoader HashIds SimpleDataset Vocabulary
-    """,
-    "extend": """
-        RuleContext TableRef register_flow register_rule
-    """,
+    "data": "ArrayDataset DataLoader HashIds SimpleDataset Vocabulary",
+    "extend": "RuleContext TableRef register_flow register_rule",
     "losses": """
         NegativeSampler NegativeSamples bpr_loss in_batch_softmax_loss
         margin_ranking_loss nce_loss sampled_softmax_loss self_adversarial_loss
@@ -59,25 +46,183 @@ NAMES_OF = {
 }
 
 
+def _names(module):
+    """The public functions, classes and types of a module that the package defines."""
+    ours = lambda x: (getattr(x, "__module__", None) or "").startswith("sparsejax")
+    items = vars(module).items()
+    return {name: value for name, value in items if name[0] != "_" and ours(value)}
+
+
+def _functions(public):
+    """Functions and classes, and the methods of classes."""
+    for name, value in public.items():
+        if inspect.isfunction(value) or inspect.isclass(value):
+            yield name, value
+        for key in dir(value) if inspect.isclass(value) else ():
+            method = inspect.getattr_static(value, key)
+            method = getattr(method, "__func__", method)
+            if inspect.isfunction(method) and not key.startswith("_"):
+                if method.__module__.startswith("sparsejax"):
+                    yield f"{name}.{key}", method
+
+
+# `import sparsejax` also binds `transform`, whose names are all at the top.
+PACKAGES = {
+    name: value
+    for name, value in vars(sj).items()
+    if isinstance(value, types.ModuleType) and name[0] != "_" and name != "transform"
+}
+PUBLIC: dict[str, Any] = {
+    f"{module.__name__}.{name}": value
+    for module in (sj, *PACKAGES.values())
+    for name, value in _names(module).items()
+}
+FUNCTIONS: dict[str, Any] = dict(_functions(PUBLIC))
+ERRORS = {
+    name
+    for name, value in FUNCTIONS.items()
+    if inspect.isclass(value) and issubclass(value, Exception)
+}
+
+
+def _parameters(name):
+    """The parameters of a function or a class, but `self`, `cls` and private ones."""
+    found = {} if name in ERRORS else inspect.signature(FUNCTIONS[name]).parameters
+    hidden = ("self", "cls")
+    return {k: p for k, p in found.items() if k not in hidden and k[0] != "_"}
+
+
+PARAMETERS = {name: _parameters(name) for name in FUNCTIONS}
+
+
+def _is_method(name):
+    return name.split(".")[-2][:1].isupper()
+
+
+# ------------------------------------------------------------------ the package
+
+
 def test_names():
-    assert _public(sj) == {*NAMES.split()}
-    for package, names in NAMES_OF.items():
-        module = getattr(sj, package)
-        found = {n for n in _public(module) if not inspect.ismodule(vars(module)[n])}
-        assert found - {"Any", "Callable"} == {*names.split()}, package
-
-
-def test_version():
     assert sj.__version__
+    assert _names(sj).keys() | PACKAGES.keys() == {*NAMES.split()}
+    for package, names in NAMES_OF.items():
+        assert _names(getattr(sj, package)).keys() == {*names.split()}, package
+
+
+def test_import_is_light():
+    """No optional package is loaded, and no device is touched, before it is needed."""
+    code = """
+        import sys
+        import sparsejax
+        from jax._src import xla_bridge
+
+        optional = "flax equinox orbax scipy matplotlib tqdm grain chex".split()
+        optional += "pandas polars pyarrow datasets sklearn".split()
+        print([name for name in optional if name in sys.modules])
+        print(xla_bridge.backends_are_initialized())
+    """
+    assert run_python("-c", textwrap.dedent(code)).split() == ["[]", "False"]
+
+
+# ------------------------------------------------------------------ docstrings
+
+
+SECTION = re.compile(r"^([A-Z]\w+):$", re.MULTILINE)
+
+
+def _sections(name):
+    """The sections of a docstring by name; "" is the text before them."""
+    parts = SECTION.split(inspect.getdoc(FUNCTIONS[name]) or "")
+    return {"": parts[0], **dict(zip(parts[1::2], parts[2::2]))}
+
+
+def _named(section):
+    """The names in front of the colons: `a, b: description`."""
+    lines = re.split(r"^\S", section.strip("\n"), flags=re.MULTILINE)[0].splitlines()
+    indent = min(len(line) - len(line.lstrip()) for line in lines if line.strip())
+    heads = [line.split(":")[0] for line in lines if line[indent : indent + 1].strip()]
+    return {name.strip(" *") for head in heads for name in head.split(",")}
+
+
+def _raises(function):
+    """Whether it has a `raise`; those of inner functions are left out."""
+    (body,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    queue = list(getattr(body, "body", []))
+    while queue:
+        node = queue.pop()
+        if isinstance(node, ast.Raise) and node.exc:
+            if "AssertionError" not in ast.unparse(node.exc):
+                return True
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda)):
+            queue.extend(ast.iter_child_nodes(node))
+    return False
+
+
+def test_sections_of_docstrings():
+    """Args name the parameters and no others; results and errors are told."""
+    wrong, named, raising = [], 0, 0
+    for name in FUNCTIONS.keys() - ERRORS:
+        value, sections, own = FUNCTIONS[name], _sections(name), {*PARAMETERS[name]}
+        is_class = inspect.isclass(value)
+        unknown = sections.keys() - {"", *"Args Returns Raises Example".split()}
+        if unknown - {"References"}:
+            wrong.append(f"{name} has the sections {unknown}")
+        if "Args" in sections:
+            args = _named(sections["Args"])
+            fields = {*getattr(value, "__annotations__", {})} if is_class else set()
+            named += len(args)
+            if args - own - fields or own - args:
+                wrong.append(f"{name}: Args name {args}, the parameters are {own}")
+        elif own and not _is_method(name):
+            wrong.append(f"{name} has no Args")
+        if not is_class and not _is_method(name) and "Returns" not in sections:
+            if inspect.signature(value).return_annotation not in (None, "None"):
+                wrong.append(f"{name} has no Returns")
+        function = vars(value).get("__init__") if is_class else value
+        # A dataclass makes its `__init__`, which no file has.
+        if function and function.__code__.co_filename.endswith(".py"):
+            raises = _raises(function)
+            raising += raises
+            if raises and "Raises" not in sections:
+                wrong.append(f"{name} raises, and does not say so")
+    assert not wrong, "\n".join(wrong)
+    assert named > 300 and raising > 50
+
+
+def test_public_names_have_an_example():
+    docs = {k: inspect.getdoc(v) or "" for k, v in PUBLIC.items() if callable(v)}
+    without = [
+        k for k, doc in docs.items() if not re.search(r"Example.*>>>", doc, re.S)
+    ]
+    assert not without and len(docs) > 100
+
+
+def test_a_package_names_what_is_in_it():
+    for module in (sj, *PACKAGES.values()):
+        names, doc = {*_names(module)}, module.__doc__ or ""
+        if module is sj:
+            names |= PACKAGES.keys()
+        if module is sj.testing:  # a function, which its first line describes
+            continue
+        missing = {name for name in names if not re.search(rf"`{name}[`(]", doc)}
+        assert not missing, f"the docstring of {module.__name__} misses {missing}"
 
 
 # ------------------------------------------------------------------ arguments
 
 
-def _signatures():
-    """The parameters of each public function, class, and method of a class."""
-    for name, value in public_names.FUNCTIONS.items():
-        yield name, public_names.parameters_of(value)
+def test_arguments_have_types():
+    """Nearly all: `Any` is left if no type describes the argument."""
+    untyped, count = [], 0
+    for name, parameters in PARAMETERS.items():
+        for parameter in parameters.values():
+            count += 1
+            if parameter.annotation in (inspect.Parameter.empty, Any, "Any"):
+                untyped.append(f"{name}({parameter.name})")
+    assert count > 500 and len(untyped) <= 34, untyped
+    # `ArrayLike`, and not all that it stands for, which fills a screen.
+    shown = {k: str(inspect.signature(FUNCTIONS[k])) for k in FUNCTIONS.keys() - ERRORS}
+    assert not {k: v for k, v in shown.items() if "jaxlib" in v or "Union[" in v}
 
 
 def test_names_are_those_of_optax_and_jax():
@@ -115,18 +260,10 @@ def test_one_word_for_one_idea():
         "rngs": "key",
         "rounding_key": "key",
     }
-    seeded = {
-        "sparsejax.HashIndex",
-        "sparsejax.HashIndex.create",
-        "sparsejax.data.DataLoader",
-        "sparsejax.data.HashIds",
-    }
-    found, count = [], 0
-    for name, parameters in _signatures():
-        count += len(parameters)
-        found += [f"{name}({x}=)" for x in parameters if x in other_words]
-        assert "seed" not in parameters or name in seeded, name
-    assert not found and count > 300
+    seeded = {"HashIndex", "HashIndex.create", "data.DataLoader", "data.HashIds"}
+    for name, parameters in PARAMETERS.items():
+        assert not parameters.keys() & other_words.keys(), name
+        assert "seed" not in parameters or name.removeprefix("sparsejax.") in seeded
 
 
 @pytest.mark.parametrize("word", ["raise", "error"])
@@ -176,13 +313,34 @@ def test_static_integers_of_any_type(name):
     assert repr(f(np.int8)) == repr(f(np.array)) == repr(f(int))
 
 
-def test_arguments_have_types():
-    """Nearly all have types: `Any` is left if no type describes the argument."""
-    untyped, count = [], 0
-    for name, parameters in _signatures():
-        for parameter in parameters.values():
-            kinds = inspect.Parameter.empty, Any, "Any"
-            count += 1
-            if parameter.annotation in kinds:
-                untyped.append(f"{name}({parameter.name})")
-    assert count > 500 and len(untyped) <= 34, untyped
+@pytest.mark.slow
+def test_progress(tmp_path, capsys):
+    """`progress=` is True for a bar, False, or a function of (done, total)."""
+    pytest.importorskip("tqdm")
+    store = sj.store.KVStore()
+    store.init("t", (50, 2), optax.sgd(0.1))
+    store.push("t", sj.SelectedRows([3], jnp.ones((1, 2)), 50))
+    path = tmp_path / "t.store"
+    calls = {
+        "store.KVStore.pull_all": lambda **p: store.pull_all("t", **p),
+        "store.KVStore.save": lambda **p: store.save(path, **p),
+        "store.KVStore.load": lambda **p: store.load(path, **p),
+    }
+    with_it = {name: x["progress"] for name, x in PARAMETERS.items() if "progress" in x}
+    assert with_it.keys() == {f"sparsejax.{name}" for name in calls}
+    for parameter in with_it.values():
+        assert parameter.default is False and parameter.annotation == "Progress"
+        assert parameter.kind == parameter.KEYWORD_ONLY
+    for name, call in calls.items():
+        seen = []
+        call(progress=lambda done, total, seen=seen: seen.append((done, total)))
+        done, totals = zip(*seen)
+        assert list(done) == sorted(done) and {*totals} == {done[-1]}, (name, seen)
+        assert "\r" not in capsys.readouterr().err, name
+        call(progress=True)
+        assert f"{name.removeprefix('store.')}: 100%" in capsys.readouterr().err
+        call(progress=False)
+        assert capsys.readouterr().err == "", name
+        message = f"{name.removeprefix('store.')}: progress must be True, False or"
+        with pytest.raises(TypeError, match=message):
+            call(progress="yes")
