@@ -1,10 +1,8 @@
 """HashIds: the same ids in every process, written out once more in Python."""
 
 import numpy as np
-import pytest
 
 import sparsejax as sj
-from helpers import run_python
 
 
 def hash_of(word, column, size, seed=0):
@@ -36,12 +34,6 @@ def test_ids_are_those_of_the_definition():
         chi = ((counts[1:] - mean) ** 2 / mean).sum()
         assert abs(chi - (size - 2)) < 5 * np.sqrt(2 * size)
     assert sj.data.HashIds(9).encode(0, []).shape == (0,)
-
-
-@pytest.mark.slow
-def test_a_hash_is_the_same_in_every_process():
-    code = "import sparsejax as sj; print(sj.data.HashIds(1000).encode(1, ['abc'])[0])"
-    assert int(run_python("-c", code)) == hash_of(b"abc", 1, 1000)
 
 
 def test_a_column_is_a_name_or_a_position_as_in_a_vocabulary():

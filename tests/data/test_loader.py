@@ -3,9 +3,11 @@
 import json
 import pickle
 import sys
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import scipy.sparse
 from hypothesis import given, strategies as st
@@ -51,16 +53,12 @@ def test_items_are_rows_of_each_column():
     assert cut[1].to_lists() == [[], [3]]
     assert cut[2] == [[5, 6], []]
     assert cut[3].tolist() == [[2, 3], [4, 5]]
-
-
-def test_structures_of_items():
     x = np.arange(3)
     assert sj.data.ArrayDataset(x)[1] == 1
     assert sj.data.ArrayDataset(x, x)[1] == (1, 1)
     assert sj.data.ArrayDataset({"a": x})[1] == {"a": 1}
-    items = [(1, 2), (3, 4)]
-    dataset = sj.data.SimpleDataset(items)
-    assert dataset[-1] == (3, 4) and dataset[:1] == [(1, 2)]
+    simple = sj.data.SimpleDataset([(1, 2), (3, 4)])
+    assert simple[-1] == (3, 4) and simple[:1] == [(1, 2)]
 
 
 # ------------------------------------------------------------------ batches
@@ -318,3 +316,40 @@ def test_without_grain(monkeypatch):
     ):
         with pytest.raises(ImportError, match="grain"):
             call()
+
+
+# ------------------------------------------------------------------ a whole data set
+
+
+@pytest.mark.slow
+def test_mushrooms_are_told_apart(shared_data):
+    """libsvm files to a model of CSR rows, which FTRL makes sparse."""
+    load = pytest.importorskip("sklearn.datasets").load_svmlight_file
+    path = str(shared_data / "agaricus" / "agaricus.txt")
+    options: Any = {"zero_based": False, "dtype": np.float32, "n_features": 126}
+    rows, labels = load(f"{path}.train", **options)
+    test, test_labels = load(f"{path}.test", **options)
+    assert rows.shape == (6513, 126) and test.shape == (1611, 126)
+    layer = sj.nn.Dense(1, 126, kernel_init=jax.nn.initializers.zeros)
+    tx = sj.optim.lazy(sj.optim.ftrl(20.0, l1=1.0))
+    params = layer.init(jax.random.key(0))
+    state = tx.init(params)
+
+    def loss(params, x, y):
+        scores = layer(params, x)[:, 0]
+        return optax.sigmoid_binary_cross_entropy(scores, y).mean()
+
+    @jax.jit
+    def step(params, state, x, y):
+        updates, state = tx.update(sj.grad(loss)(params, x, y), state, params)
+        return optax.apply_updates(params, updates), state
+
+    dataset = sj.data.ArrayDataset(rows, labels.astype(np.float32))
+    loader = sj.data.DataLoader(dataset, 64, shuffle=True, drop_remainder=True)
+    for _ in range(10):
+        for x, y in loader:
+            params, state = step(params, state, x, y)
+    found = np.asarray(layer(params, test))[:, 0] > 0
+    np.testing.assert_array_equal(found, test_labels > 0.5)
+    assert float(loss(params, test, test_labels.astype(np.float32))) < 0.01
+    assert np.mean(np.asarray(params["kernel"]) == 0.0) > 0.75

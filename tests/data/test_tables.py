@@ -6,16 +6,14 @@ Tests that need pandas, polars, pyarrow or Hugging Face datasets skip without th
 import collections
 import csv
 import importlib
-import io
 import sys
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import sparsejax as sj
-from helpers import run_python
+from helpers import slow_but
 
 
 build = sj.data.Vocabulary.build
@@ -23,7 +21,7 @@ USERS = [196, 186, 22, 196, 7, 22, 196, 22, 7] * 3
 ITEMS = ["tea", "jam, red", None, "tea", "cr\u00e8me", 'a "b"', "tea", "jam, red", None]
 ITEMS = ITEMS * 3
 RATINGS = [4.5, 3, 1, 5, 2.5, 3, 1, 4, 2] * 3
-COLUMNS = ["user", "item"]
+COLUMNS = {"user": USERS, "item": ITEMS, "rating": RATINGS}
 
 
 def _ids(words):
@@ -34,115 +32,34 @@ def _ids(words):
     return [0 if w is None else place[str(w).encode()] for w in words]
 
 
-def _is_as_expected(make):
-    """Builds of one table, and reads another one."""
-    vocabulary = build(make(), COLUMNS)
-    assert vocabulary == build({"user": USERS, "item": ITEMS})
-    assert vocabulary.decode("user", [1]).dtype.kind == "i"
-    ids = vocabulary.ids(make())
-    assert ids.keys() == {"user", "item"} and ids["user"].dtype == np.int32
-    assert ids["user"].tolist() == _ids(USERS)
-    assert ids["item"].tolist() == _ids(ITEMS)
+# ------------------------------------------------------------------ tables, streams
 
 
-# ------------------------------------------------------------------ CSV
-
-
-def _csv(quoting: Any = csv.QUOTE_MINIMAL, separator=",", end="\n", mark=b""):
-    file = io.StringIO()
-    writer = csv.writer(file, quoting=quoting, delimiter=separator, lineterminator=end)
-    writer.writerow(["user", "item", "rating"])
-    writer.writerows((u, i or "", r) for u, i, r in zip(USERS, ITEMS, RATINGS))
-    return mark + file.getvalue().encode()
-
-
-CSVS = {
-    "quotes": (_csv(csv.QUOTE_ALL), ","),
-    "Excel": (_csv(separator=";", end="\r\n", mark=b"\xef\xbb\xbf"), ";"),
-    "TSV": (_csv(separator="\t"), "\t"),
-}
-
-
-def _pyarrow_csv(path, separator):
-    module = importlib.import_module("pyarrow.csv")
-    return module.read_csv(path, parse_options=module.ParseOptions(delimiter=separator))
-
-
-def _pyarrow_csv_stream(path, separator):
-    module = importlib.import_module("pyarrow.csv")
-    parse = module.ParseOptions(delimiter=separator)
-    return module.open_csv(path, module.ReadOptions(block_size=80), parse)
-
-
-def _pandas_csv_chunks(path, separator):
-    pd = pytest.importorskip("pandas")
-    return pd.read_csv(path, sep=separator, chunksize=5)
-
-
-def _polars_csv(path, separator):
-    return pytest.importorskip("polars").read_csv(path, separator=separator)
-
-
-@pytest.mark.parametrize("form", CSVS)
-@pytest.mark.parametrize(
-    "read", [_pyarrow_csv, _pyarrow_csv_stream, _pandas_csv_chunks, _polars_csv]
-)
-def test_csv_files(tmp_path, read, form):
-    pytest.importorskip("pyarrow")
-    content, separator = CSVS[form]
-    path = tmp_path / "ratings.csv"
-    path.write_bytes(content)
-    _is_as_expected(lambda: read(path, separator))
-
-
-# ------------------------------------------------------------------ frames, streams
-
-
-def _dict():
-    return {"user": USERS, "item": ITEMS, "rating": RATINGS}
-
-
-def _arrays():
-    return {name: np.array(x, object) for name, x in _dict().items()}
+def _module(name):
+    pytest.importorskip(name.partition(".")[0])
+    return importlib.import_module(name)
 
 
 def _pandas():
-    frame = pytest.importorskip("pandas").DataFrame(_dict())
+    frame = _module("pandas").DataFrame(COLUMNS)
     return frame.set_index(np.arange(len(frame))[::-1])  # rows are not found by label
 
 
-def _pandas_types():
-    return _pandas().astype({"user": "category", "item": "string"})
-
-
-def _pandas_of_arrow():
-    return _pandas().convert_dtypes(dtype_backend="pyarrow")
-
-
 def _polars():
-    return pytest.importorskip("polars").DataFrame(_dict())
-
-
-def _polars_categories():
-    pl = pytest.importorskip("polars")
-    return _polars().with_columns(pl.col("item").cast(pl.Categorical))
+    return _module("polars").DataFrame(COLUMNS)
 
 
 def _pyarrow():
-    return pytest.importorskip("pyarrow").table(_dict())
+    return _module("pyarrow").table(COLUMNS)
 
 
-def _pyarrow_dictionaries():
+def _dictionaries():
     table = _pyarrow()
     return table.set_column(1, "item", table["item"].dictionary_encode())
 
 
-def _hugging_face():
-    return pytest.importorskip("datasets").Dataset.from_dict(_dict())
-
-
 def _dicts():
-    cut = lambda k: {name: x[k : k + 9] for name, x in _dict().items()}
+    cut = lambda k: {name: x[k : k + 9] for name, x in COLUMNS.items()}
     return [cut(0), cut(9), cut(18)]
 
 
@@ -156,47 +73,64 @@ class _Exporter:
         return self._table.__arrow_c_stream__(requested_schema)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        _dict,
-        _arrays,
-        _pandas,
-        _pandas_types,
-        _pandas_of_arrow,
-        _polars_categories,
-        _pyarrow_dictionaries,
-        _dicts,
-        lambda: _Exporter(_pyarrow()),
-        lambda: _pyarrow().to_reader(max_chunksize=5),
-        lambda: iter(_pyarrow_dictionaries().to_batches(max_chunksize=5)),
-        lambda: [_pandas().iloc[:4], _pyarrow().slice(4)],
-        pytest.param(_hugging_face, marks=pytest.mark.slow),  # to import: 3 s
-    ],
-)
-def test_tables(make):
+def _csv_stream(path):
+    module = _module("pyarrow.csv")
+    return module.open_csv(path, module.ReadOptions(block_size=80))
+
+
+TABLES = {
+    "dict": lambda _: COLUMNS,
+    "pandas": lambda _: _pandas(),
+    "pyarrow batches": lambda _: iter(_dictionaries().to_batches(max_chunksize=5)),
+    "arrays": lambda _: {name: np.array(x, object) for name, x in COLUMNS.items()},
+    "dicts": lambda _: _dicts(),
+    "pandas types": lambda _: _pandas().astype({"user": "category", "item": "string"}),
+    "pandas of arrow": lambda _: _pandas().convert_dtypes(dtype_backend="pyarrow"),
+    "polars": lambda _: _polars().with_columns(
+        _module("polars").col("item").cast(_module("polars").Categorical)
+    ),
+    "pyarrow": lambda _: _dictionaries(),
+    "an exporter": lambda _: _Exporter(_pyarrow()),
+    "pyarrow reader": lambda _: _pyarrow().to_reader(max_chunksize=5),
+    "a mix": lambda _: [_pandas().iloc[:4], _pyarrow().slice(4)],
+    "CSV by pyarrow": lambda path: _module("pyarrow.csv").read_csv(path),
+    "CSV stream": _csv_stream,
+    "CSV by polars": lambda path: _module("polars").read_csv(path),
+    "CSV by pandas": lambda path: _module("pandas").read_csv(path, chunksize=5),
+    "parquet": lambda path: _module("pyarrow.parquet").read_table(f"{path}.parquet"),
+    "parquet batches": lambda path: (
+        _module("pyarrow.parquet")
+        .ParquetFile(f"{path}.parquet")
+        .iter_batches(batch_size=4)
+    ),
+    "datasets": lambda _: _module("datasets").Dataset.from_dict(COLUMNS),  # slow: 3 s
+}
+
+
+@pytest.mark.parametrize("name", slow_but(TABLES, *list(TABLES)[:-1]))
+def test_tables(name, tmp_path):
     pytest.importorskip("pyarrow")
-    _is_as_expected(make)
-
-
-@pytest.mark.parametrize("write", ["pandas", "polars", "pyarrow"])
-def test_parquet_files(tmp_path, write):
-    parquet = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "ratings.parquet"
-    if write == "pandas":
-        _pandas().to_parquet(path)
-    elif write == "polars":
-        _polars_categories().write_parquet(path)
-    else:
-        parquet.write_table(_pyarrow(), path, row_group_size=5)
-    _is_as_expected(lambda: parquet.read_table(path))
-    _is_as_expected(lambda: parquet.ParquetFile(path).iter_batches(batch_size=4))
+    path = tmp_path / "ratings"
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        writer.writerows((u, i or "", r) for u, i, r in zip(USERS, ITEMS, RATINGS))
+    if "parquet" in name:
+        _pandas().to_parquet(f"{path}.parquet")
+    read = lambda: TABLES[name](path)
+    vocabulary = build(read(), ["user", "item"])
+    assert vocabulary == build({"user": USERS, "item": ITEMS})
+    assert vocabulary.decode("user", [1]).dtype.kind == "i"
+    ids = vocabulary.ids(read())
+    assert ids.keys() == {"user", "item"} and ids["user"].dtype == np.int32
+    assert ids["user"].tolist() == _ids(USERS)
+    assert ids["item"].tolist() == _ids(ITEMS)
 
 
 @pytest.mark.parametrize("make", [_pandas, _polars, _pyarrow])
 def test_ids_and_other_columns_go_into_a_loader(make):
     frame = make()
-    vocabulary = build(frame, COLUMNS)
+    vocabulary = build(frame, ["user", "item"])
     dataset = sj.data.ArrayDataset({**vocabulary.ids(frame), "y": frame["rating"]})
     (batch,) = sj.data.DataLoader(dataset, len(USERS))
     assert batch["user"].tolist() == _ids(USERS) and batch["y"].tolist() == RATINGS
@@ -205,7 +139,7 @@ def test_ids_and_other_columns_go_into_a_loader(make):
 @pytest.mark.parametrize("kind", ["pandas", "polars", "pyarrow", "datasets"])
 def test_a_data_set_of_a_frame(kind):
     """Its columns are numbers and lists of numbers; rows go by place, not by label."""
-    module = pytest.importorskip(kind)
+    module = _module(kind)
     columns = {"rating": [4.5, 3.0, 1.0], "basket": [[7, 9], [8], [5, 6, 7]]}
     if kind == "pandas":
         frame = module.DataFrame(columns, index=[2, 1, 0])
@@ -247,16 +181,17 @@ def test_only_one_batch_of_a_stream_is_in_memory():
 # ------------------------------------------------------------------ types of columns
 
 
-def _columns():
-    """Columns of three words by name: the column, and its ids."""
+def test_types_of_columns():
     pa = pytest.importorskip("pyarrow")
-    return {
+    integers = {  # columns of three words, and their ids
         "user.id": (pa.array([7, None, 2**63], pa.uint64()), [1, 0, 2]),
         "small": (pa.array([1, 2, 1], pa.int8()), [1, 2, 1]),
         "gap": ([3.0, np.nan, 4.0], [1, 0, 2]),  # as pandas reads integers with a gap
         "swapped": (np.array([4, 5, 4], ">i8"), [1, 2, 1]),
         "jax": (jnp.array([4, 5, 4]), [1, 2, 1]),
         "objects": (np.array([4, 5, None], object), [1, 2, 0]),
+    }
+    others = {
         "bytes": (pa.array([b"\xff", b"", None]).cast(pa.large_binary()), [1, 0, 0]),
         "tag": (pa.array(["a", None, "a"]).dictionary_encode(), [1, 0, 1]),
         "view": (pa.array(["x", "y", "x"]).cast(pa.string_view()), [1, 2, 1]),
@@ -266,17 +201,12 @@ def _columns():
         "str": (np.array(["a", "", "b"]), [1, 0, 2]),
         "masked": (np.ma.masked_equal(["a", "b", "c"], "c"), [1, 2, 0]),
     }
-
-
-def test_types_of_columns():
-    table = {name: column for name, (column, _) in _columns().items()}
+    table = {name: column for name, (column, _) in {**integers, **others}.items()}
     vocabulary = build(table)
-    ids = {name: x.tolist() for name, x in vocabulary.ids(table).items()}
-    assert ids == {name: x for name, (_, x) in _columns().items()}
-    integers = [n for n in table if vocabulary.words(n, missing=9 if n in
-                ("user.id", "small", "gap", "swapped", "jax", "objects") else "")
-                .dtype.kind in "iu"]  # fmt: skip
-    assert integers == list(table)[:6]
+    for name, (_, ids) in {**integers, **others}.items():
+        assert vocabulary.ids(table)[name].tolist() == ids, name
+        words = vocabulary.words(name, missing=9 if name in integers else "")
+        assert (words.dtype.kind in "iu") == (name in integers), name
     hashed = sj.data.HashIds(1000)
     words = hashed.encode(0, ["4", "5", "4"]).tolist()
     assert words == hashed.encode(0, table["swapped"]).tolist()
@@ -284,20 +214,16 @@ def test_types_of_columns():
     assert hashed.encode(0, table["tag"]).tolist()[1] == 0
 
 
-def _lists(kind):
+@pytest.mark.parametrize("kind", ["dict", "pyarrow", "pandas", "polars"])
+def test_a_column_of_lists_becomes_a_segment_tensor(kind):
+    pa = pytest.importorskip("pyarrow")
     tags = [["hot", "sweet"], [], None, ["sweet", None, "new"]]
     if kind == "dict":
-        return {"tags": tags}
-    if kind == "large":
-        pa = pytest.importorskip("pyarrow")
-        return pa.table({"tags": pa.array(tags, pa.large_list(pa.string()))})
-    return getattr(pytest.importorskip(kind), "DataFrame")({"tags": tags})
-
-
-@pytest.mark.parametrize("kind", ["dict", "large", "pandas", "polars"])
-def test_a_column_of_lists_becomes_a_segment_tensor(kind):
-    pytest.importorskip("pyarrow")
-    table = _lists(kind)
+        table = {"tags": tags}
+    elif kind == "pyarrow":
+        table = pa.table({"tags": pa.array(tags, pa.large_list(pa.string()))})
+    else:
+        table = _module(kind).DataFrame({"tags": tags})
     vocabulary = build(table)
     assert vocabulary.words("tags").tolist() == ["", "sweet", "hot", "new"]
     assert vocabulary.counts("tags").tolist() == [1, 2, 1, 1]
@@ -323,7 +249,7 @@ def test_tables_that_are_refused():
     """Beside those of tests/error_messages.md."""
     pl, pd = pytest.importorskip("polars"), pytest.importorskip("pandas")
     with pytest.raises(TypeError, match="collect"):
-        build(pl.DataFrame(_dict()).lazy())
+        build(pl.DataFrame(COLUMNS).lazy())
     with pytest.raises(ValueError, match="differ"):
         build(pd.DataFrame([[1, 2]], columns=["a", "a"]))
 
@@ -336,9 +262,3 @@ def test_without_pyarrow(monkeypatch):
     ):
         with pytest.raises(ImportError, match="pip install"):
             call()
-
-
-@pytest.mark.slow
-def test_pyarrow_is_imported_by_the_first_call():
-    code = "import sys, sparsejax as sj; print('pyarrow' in sys.modules)"
-    assert run_python("-c", code).split() == ["False"]

@@ -2,7 +2,10 @@
 
 import collections
 import copy
+import io
+import json
 import pickle
+import zipfile
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,7 +13,6 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax._files import Writer
 
 
 pytest.importorskip("pyarrow")
@@ -173,57 +175,92 @@ def test_align_takes_the_rows_of_known_words():
 # ------------------------------------------------------------------ vocabulary files
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"words 0": np.array([b"b", b"a"])},
-        {"words 0": np.array([b"a", b"a"])},
-        {"words 0": np.array(["a", "b"])},
-        {"words 0": np.array([b"a", b"bc"])},
-        {"ids 0": np.array([1, 3], np.int32)},
-        {"ids 0": np.array([2, 1])},
-        {"ids 1": np.array([1, 2], np.int32)},
-        {"counts 0": None},
-        {"columns": [7]},
-        {"columns": [0, 0]},
-        {"counts 0": np.array([0, 3])},
-        {"counts 0": np.array([0, 3, -1])},
-        {"integers": [True]},
-        {"names": ["x", "y"]},
-        {"sizes": {"0": {"words": 1 << 60, "width": 1}}},
-        {"sizes": {"0": {"words": 2, "width": 1 << 60}}},
-        {"sizes": {"0": {"words": 2, "width": 0}}},
-    ],
-)
-def test_a_vocabulary_that_nothing_wrote_is_refused(tmp_path, change):
+def rewrite(path, changes, method=zipfile.ZIP_STORED):
+    """Changes entries of the header, or members; None removes one."""
+    with zipfile.ZipFile(path) as archive:
+        members: dict[str, Any] = {
+            name: archive.read(name) for name in archive.namelist()
+        }
+    header = json.loads(members["header.json"])
+    for name, change in changes.items():
+        if name in header:
+            header[name] = change
+        elif isinstance(change, np.ndarray):
+            file = io.BytesIO()
+            np.save(file, change)
+            members[f"{name}.npy"] = file.getvalue()
+        else:
+            members[name] = change
+    if "header.json" not in changes:
+        members["header.json"] = json.dumps(header)
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in members.items():
+            if content is not None:
+                archive.writestr(name, content)
+    return path.read_bytes()
+
+
+FIT = "words, ids and counts of column 0 do not match"
+BYTES = "has not the .* bytes expected"
+ANOTHER = "another shape or dtype"
+WRONG: list[tuple[str, Any]] = [
+    (FIT, {"words 0": np.array([b"bee", b"ant"])}),
+    (FIT, {"words 0": np.array([b"ant", b"ant"])}),
+    (BYTES, {"words 0": np.array(["ant", "bee"])}),
+    (BYTES, {"words 0": np.array([b"a", b"bc"])}),
+    (ANOTHER, {"words 0": np.array([1, 2, 3, 4, 5, 6], np.uint8)}),
+    (BYTES, {"words 0": np.array([{}], object)}),
+    (ANOTHER, {"words 0.npy": bytes(128 + 6)}),
+    (FIT, {"ids 0": np.array([1, 3], np.int32)}),
+    (BYTES, {"ids 0": np.array([2, 1])}),
+    (FIT, {"counts 0": np.array([0, 3, -1])}),
+    (BYTES, {"counts 0": np.array([0, 3])}),
+    ("not the ones that its header tells", {"counts 0.npy": None}),
+    ("not the ones that its header tells", {"ids 1": np.array([1, 2], np.int32)}),
+    ("columns with the names", {"columns": [7]}),
+    ("columns with the names", {"columns": [0, 0]}),
+    ("columns with the names", {"integers": [False, False]}),
+    ("columns with the names", {"names": ["x", "y"]}),
+    ("invalid literal for int", {"integers": [True]}),
+    ("an unexpected value, -1", {"columns": [-1]}),
+    ("an unexpected value, True", {"columns": [True]}),
+    (BYTES, {"sizes": {"0": {"words": 1 << 60, "width": 1}}}),
+    ("not understood", {"sizes": {"0": {"words": 2, "width": 1 << 60}}}),
+    (BYTES, {"sizes": {"0": {"words": 2, "width": 0}}}),
+    ("its format is 'other 1'", {"format": "other 1"}),
+    ("Expecting value", {"header.json": ""}),
+]
+
+
+def test_files_that_are_refused(tmp_path):
+    """Here, and in the archive's own format; NumPy reads a good one."""
     path = tmp_path / "known.npz"
-    good = {"words 0": np.array([b"a", b"b"]), "ids 0": np.array([2, 1], np.int32)}
-    good |= {"columns": [0], "counts 0": np.array([0, 3, 1])}
-    good |= {"names": ["x"], "integers": [False]}
-    good |= {"sizes": {"0": {"words": 2, "width": 1}}}
-
-    def write(content):
-        is_array = lambda x: isinstance(x, np.ndarray)
-        header = {k: x for k, x in content.items() if not is_array(x)}
-        with open(path, "wb") as file:
-            writer = Writer(file, "sparsejax vocabulary 1", header)
-            for name, x in content.items():
-                if is_array(x):
-                    writer.array(name, x)
-            writer.close()
-
-    write(good)
-    assert Vocabulary.load(path).encode("x", ["a", "b"]).tolist() == [2, 1]
-    write({k: x for k, x in (good | change).items() if x is not None})
-    with pytest.raises(ValueError, match="not a whole file of the format"):
-        Vocabulary.load(path)
-
-
-def test_other_files_are_refused(tmp_path):
-    build({"x": ["b", "a", "b"], "y": ["x", "", "\u00e9"]}).save(tmp_path / "v.npz")
-    whole = (tmp_path / "v.npz").read_bytes()
-    (tmp_path / "text").write_text("b,x\n")
-    (tmp_path / "half").write_bytes(whole[: len(whole) // 2])
-    for name in ("text", "half"):
-        with pytest.raises(ValueError, match="not a whole file of the format"):
-            Vocabulary.load(tmp_path / name)
+    build({"x": ["bee", "ant", "bee"]}).save(path)
+    good = path.read_bytes()
+    with np.load(path) as archive:
+        assert archive["counts 0"].tolist() == [0, 2, 1]
+    rewrite(path, {})
+    assert Vocabulary.load(path).encode("x", ["ant", "bee"]).tolist() == [2, 1]
+    cases = [
+        ("begin and end as its archive", b"bee,ant\n" * 9),
+        ("begin and end as its archive", good[: len(good) // 2]),
+        ("begin and end as its archive", good + b"1"),
+        ("Bad CRC-32 for file 'words 0.npy'", good.replace(b"antbee", b"antbei")),
+        ("claims more than the file holds", rewrite(path, {}, zipfile.ZIP_DEFLATED)),
+    ]
+    for message, change in WRONG:
+        path.write_bytes(good)
+        cases.append((message, rewrite(path, change)))
+    for size in (10**15, 1 << 62):  # that the directory of the archive claims
+        with zipfile.ZipFile(path, "a") as archive:
+            archive.writestr("y.npy", b"")
+            archive.infolist()[1].file_size = size
+        cases.append(("claims more than the file holds", path.read_bytes()))
+        path.write_bytes(good)
+    for message, content in cases:
+        path.write_bytes(content)
+        refused = f"known.npz is not a whole file of the format .*{message}"
+        with pytest.raises(ValueError, match=refused):
+            Vocabulary.load(path)
+    with pytest.raises(FileNotFoundError):
+        Vocabulary.load(tmp_path / "nothing.npz")

@@ -80,10 +80,10 @@ nbformat.write(notebook, sys.argv[1])
 @pytest.mark.skipif("TEST_COLAB" not in os.environ, reason="runs by `make test-colab`")
 def test_a_notebook_installs_and_runs_on_colab(tmp_path):
     """In a new environment with Colab's releases, from a wheel of this checkout."""
-    _pip(sys.executable, "wheel", "--no-deps", "-w", tmp_path, pages.ROOT)
-    (wheel,) = tmp_path.glob("sparsejax-*.whl")
     _run(sys.executable, "-m", "venv", tmp_path / "colab")
     python = tmp_path / "colab" / "bin" / "python"
+    _pip(python, "wheel", "--no-deps", "-w", tmp_path, pages.ROOT)
+    (wheel,) = tmp_path.glob("sparsejax-*.whl")
     _pip(python, "install", "-r", COLAB, "matplotlib", "ipykernel", "nbclient")
     before = json.loads(_pip(python, "list", "--format=json"))
 

@@ -1,16 +1,14 @@
-"""A user's program, under pyright's strict mode.
+"""A user's program, which `make types` checks in pyright's strict mode; it is not run.
 
-`make types` checks this file, and `tests/house/test_typing.py` runs it. Two checks of
-strict mode are off: optax has no types of its own, and pyright does not know all of
-`jax.jit`, `jnp.ones` and such; another test says that it knows every name of sparsejax.
-`jax.jit` forgets the types of a function, hence `jit` below.
+Two checks of strict mode are off: optax has no types of its own, and pyright does not
+know all of `jax.jit`, `jnp.ones` and such; `test_typing.py` says that it knows every
+name of sparsejax. `jax.jit` forgets the types of a function, hence `jit` below.
 """
 # pyright: strict, reportMissingTypeStubs=false, reportUnknownMemberType=false
-# pyright: reportUnnecessaryTypeIgnoreComment=true
+# pyright: reportUnnecessaryTypeIgnoreComment=true, reportUnusedFunction=false
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, assert_type
 
@@ -33,6 +31,12 @@ def jit(fun: Callable[P, R], donate: tuple[int, ...] = ()) -> Callable[P, R]:
     return jax.jit(fun, donate_argnums=donate)
 
 
+def apply(params: Params, updates: Any) -> Params:
+    """`optax.apply_updates`, which has the type of any parameters."""
+    new: Any = optax.apply_updates(params, updates)
+    return new
+
+
 # ------------------------------------------------------------------ a training step
 
 
@@ -43,7 +47,7 @@ def loss_fn(params: Params, batch: Batch) -> jax.Array:
     return jnp.mean((scores - batch["rating"]) ** 2)
 
 
-def training_step() -> float:
+def training_step(params: Params, batch: Batch) -> jax.Array:
     tx = sj.optim.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)))
     assert_type(tx, optax.GradientTransformationExtraArgs)
 
@@ -53,32 +57,22 @@ def training_step() -> float:
         loss, grads = sj.value_and_grad(loss_fn)(params, batch)
         assert_type(loss, jax.Array)
         updates, opt_state = tx.update(grads, opt_state, params)
-        params = sj_apply(params, updates)
-        return params, opt_state, loss
+        return apply(params, updates), opt_state, loss
 
     train_step = jit(step, donate=(0, 1))
-    params: Params = {
-        "users": jnp.ones((100, 4)),
-        "items": jnp.ones((200, 4)),
-        "bias": jnp.zeros(()),
-    }
-    opt_state = tx.init(params)
-    batch: Batch = {
-        "user": jnp.array([3, 7]),
-        "item": jnp.array([5, 0]),
-        "rating": jnp.array([1.0, 0.0]),
-    }
-    losses: list[jax.Array] = []
-    for _ in range(2):
-        params, opt_state, loss = train_step(params, opt_state, batch)
-        losses.append(loss)
-    return float(losses[-1])
+    params, _, loss = train_step(params, tx.init(params), batch)
+    return loss
 
 
-def sj_apply(params: Params, updates: Any) -> Params:
-    """`optax.apply_updates`, which has the type of any parameters."""
-    new: Any = optax.apply_updates(params, updates)
-    return new
+def exact_training(params: Params, batch: Batch) -> None:
+    tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
+    step = sj.optim.exact_value_and_grad(loss_fn, tx)
+    (value, grads), params, state = step(params, tx.init(params), batch)
+    assert_type(value, jax.Array)
+    assert_type(params, Params)
+    updates, state = tx.update(grads, state, params)
+    params, state = tx.flush(apply(params, updates), state)
+    assert_type(state.stale, jax.Array)
 
 
 # ------------------------------------------------------------------ transformations
@@ -101,8 +95,7 @@ def loss_and_rows(params: Params, batch: Batch) -> tuple[jax.Array, Mapping[str,
 
 def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
     # The function that comes back has the parameters of the one that went in.
-    step = sj.value_and_grad(loss_fn)
-    value, grads = step(params, batch=batch)
+    value, grads = sj.value_and_grad(loss_fn)(params, batch=batch)
     assert_type(value, jax.Array)
     rows: sj.SelectedRows = grads["users"]
     assert_type(rows.to_dense(), jax.Array)
@@ -113,10 +106,8 @@ def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
     _, aux = sj.grad(loss_and_rows, has_aux=True)(params, batch)
     assert_type(aux, Mapping[str, int])
     # If has_aux is not a literal, the type of the result depends on it.
-    assert_type(
-        sj.value_and_grad(loss_and_rows, has_aux=has_aux)(params, batch),
-        tuple[Any, Any],
-    )
+    either = sj.value_and_grad(loss_and_rows, has_aux=has_aux)(params, batch)
+    assert_type(either, tuple[Any, Any])
 
     # Methods, objects, partial and jitted functions, several arguments, tables=.
     model = Model(0.5)
@@ -125,25 +116,18 @@ def transformations(params: Params, batch: Batch, has_aux: bool) -> None:
     fixed = functools.partial(model, power=2)
     assert_type(sj.value_and_grad(fixed)(params, batch)[0], jax.Array)
     assert_type(sj.value_and_grad(jax.jit(loss_fn))(params, batch)[0], jax.Array)
-    wanted = {"users": True, "items": None, "bias": False}
-    both = sj.grad(loss_fn, argnums=(0,), tables=(wanted,))
+    tables = {"users": True, "items": None, "bias": False}
+    both = sj.grad(loss_fn, argnums=(0,), tables=(tables,))
     assert_type(both(params, batch), Any)
-
-    def of_params(params: Params) -> jax.Array:
-        return loss_fn(params, batch)
-
-    assert_type(sj.grad(of_params)(params), Any)
-    assert_type(jit(sj.grad(of_params))(params), Any)
+    assert_type(jit(sj.grad(loss_fn))(params, batch), Any)
 
     # `explain` also takes shapes for arrays, so its arguments are any. The type of its
     # result depends on whether the function is a jitted step.
-    shapes = jax.eval_shape(lambda: (params, batch))
-    found = sj.explain(loss_fn)(*shapes)
-    print(found, found["params['users']"].sparse)
+    print(sj.explain(loss_fn)(params, batch)["params['users']"].sparse)
 
 
 def mistakes(params: Params, batch: Batch) -> None:
-    """Never run. Each comment expects an error, and is an error itself without one."""
+    """Each comment expects an error, and is an error itself without one."""
     sj.value_and_grad(loss_fn)(params)  # pyright: ignore[reportCallIssue]
     sj.value_and_grad(loss_fn)(params, 3)  # pyright: ignore[reportArgumentType]
     sj.value_and_grad(loss_fn, table=True)  # pyright: ignore[reportCallIssue]
@@ -156,7 +140,7 @@ def mistakes(params: Params, batch: Batch) -> None:
     sj.store.KVStore().pull("items")  # pyright: ignore
 
 
-# ------------------------------------------------------------------ SelectedRows
+# ------------------------------------------------------------------ rows, segments
 
 
 def selected_rows() -> None:
@@ -164,11 +148,10 @@ def selected_rows() -> None:
     assert_type(rows.shape, tuple[int, ...])
     assert_type(rows.rows, jax.Array)
     assert_type(rows.coalesce(), sj.SelectedRows)
-    merged, overflow = rows.coalesce(4, return_overflow=True)
-    assert_type(merged, sj.SelectedRows)
-    assert_type(overflow, jax.Array)
-    assert_type(rows + rows, sj.SelectedRows)
-    assert_type(2.0 * rows / 3 - rows, sj.SelectedRows)
+    assert_type(
+        rows.coalesce(4, return_overflow=True), tuple[sj.SelectedRows, jax.Array]
+    )
+    assert_type(2.0 * rows / 3 - rows + rows, sj.SelectedRows)
     assert_type(rows + jnp.ones((4, 2)), jax.Array)
     assert_type(jnp.ones((4, 2)) + rows, jax.Array)
     assert_type(rows.map(jnp.square).retain([2]), sj.SelectedRows)
@@ -178,38 +161,23 @@ def selected_rows() -> None:
     assert_type(sj.optim.global_norm({"rows": rows}), jax.Array)
 
 
-# ------------------------------------------------------------------ a recommender
-
-
-def recommender() -> None:
+def segments(params: Params, ids: jax.Array, lengths: jax.Array) -> None:
     baskets = sj.SegmentTensor.from_lists([[10, 11, 10], [], [101]], capacity=8)
     assert_type(baskets, sj.SegmentTensor)
-    ids, lengths = jnp.array([10, 11, 10, 101]), jnp.array([3, 0, 1])
     assert_type(sj.SegmentTensor.from_lengths(ids, lengths), sj.SegmentTensor)
     assert_type(
-        sj.SegmentTensor.from_offsets(ids, [0, 3, 3, 4], capacity=6), sj.SegmentTensor
+        sj.SegmentTensor.from_offsets(ids, [0, 3], capacity=6), sj.SegmentTensor
     )
     assert_type(sj.SegmentTensor.from_padded([[1, -1]]), sj.SegmentTensor)
     assert_type(sj.SegmentTensor.from_csr([0, 1], [7]), sj.SegmentTensor)
     assert_type(baskets.lengths, jax.Array)
     assert_type(baskets.map(lambda x: x + 1).sort(), sj.SegmentTensor)
     assert_type(baskets.to_multi_hot(200), jax.Array)
-
-    def loss(params: Params, baskets: sj.SegmentTensor, label: jax.Array) -> jax.Array:
-        users = sj.embedding_bag(params["items"], baskets, combiner="mean")
-        assert_type(users, jax.Array)
-        scores: jax.Array = users @ params["w"]
-        return jnp.mean(optax.sigmoid_binary_cross_entropy(scores, label))
-
-    params: Params = {"items": jnp.ones((1000, 4)), "w": jnp.ones(4)}
-    value, grads = jit(sj.value_and_grad(loss))(params, baskets, jnp.ones(3))
-    gradient: sj.SelectedRows = grads["items"]
-    print(value, gradient.num_rows())
-
+    bags = sj.embedding_bag(params["items"], baskets, combiner="mean")
+    assert_type(bags, jax.Array)
     scores: jax.Array = sj.segment_softmax(jnp.ones(4), jnp.array([0, 0, 1, 1]), 2)
-    counts: jax.Array = sj.segment_count(baskets)
     distinct, places, number = sj.unique(ids, size=4)
-    print(scores, counts, distinct, places, number)
+    print(scores, sj.segment_count(baskets), distinct, places, number)
     assert_type(sj.lengths_to_offsets(lengths), jax.Array)
     assert_type(sj.partition(ids, 2), sj.SegmentTensor)
 
@@ -217,16 +185,14 @@ def recommender() -> None:
 # ------------------------------------------------------------------ layers and data
 
 
-def layers_and_data(folder: pathlib.Path) -> None:
+def layers_and_data() -> None:
     layer = sj.nn.EmbeddingBag(1000, 4, combiner="sum", padding_id=-1)
-    params = layer.init(jax.random.key(0))
-    assert_type(params, dict[str, jax.Array])
-    embedding = sj.nn.Embedding(
-        1000, 4, embedding_init=jax.nn.initializers.normal(0.01)
-    )
-    rows: jax.Array = embedding(embedding.init(jax.random.key(1)), jnp.array([3, 4]))
     dense = sj.nn.Dense(1, in_features=4)
-    head = dense.init(jax.random.key(2))
+    params, head = layer.init(jax.random.key(0)), dense.init(jax.random.key(2))
+    assert_type(params, dict[str, jax.Array])
+    normal = jax.nn.initializers.normal(0.01)
+    embedding = sj.nn.Embedding(1000, 4, embedding_init=normal)
+    rows: jax.Array = embedding(embedding.init(jax.random.key(1)), jnp.array([3, 4]))
 
     def loss(
         params: Params, head: Params, baskets: sj.SegmentTensor, label: jax.Array
@@ -240,10 +206,8 @@ def layers_and_data(folder: pathlib.Path) -> None:
     for baskets, label in loader:
         value, (table_grads, head_grads) = step(params, head, baskets, label)
         assert_type(value, jax.Array)
-        print(table_grads["embedding"], head_grads["kernel"])
-    state = loader.get_state()
-    loader.set_state(state)
-    print(rows.shape, len(loader))
+        print(table_grads["embedding"], head_grads["kernel"], rows.shape, len(loader))
+    loader.set_state(loader.get_state())
 
     known = sj.data.Vocabulary.build({"user": [7, 8], "item": ["tea", "jam"]})
     assert_type(known.words("item"), np.ndarray)
@@ -253,10 +217,10 @@ def layers_and_data(folder: pathlib.Path) -> None:
     print(known.decode("item", ids["item"]), known.size("user"), known.counts(0))
 
 
-# ------------------------------------------------------------------ a store
+# ------------------------------------------------------------------ stores, devices
 
 
-def store_loop() -> None:
+def store_loop(batches: Iterator[jax.Array]) -> None:
     store = sj.store.KVStore()
     start = jax.nn.initializers.normal(0.01)
     store.init("items", (20_000, 4), optax.adagrad(0.1), initializer=start)
@@ -268,46 +232,16 @@ def store_loop() -> None:
     def run(items: sj.SelectedRows, ids: jax.Array) -> tuple[jax.Array, Any]:
         return sj.value_and_grad(loss)({"items": items}, ids)
 
-    step = jit(run)
-
-    def batches() -> Iterator[jax.Array]:
-        for seed in range(2):
-            yield jax.random.randint(jax.random.key(seed), (8,), 0, 20_000)
-
-    for ids, items in store.prefetch(batches(), lambda ids: ids, capacity=8):
+    for ids, items in store.prefetch(batches, lambda ids: ids, capacity=8):
         assert_type(ids, jax.Array)
-        _, grads = step(items, ids)
+        _, grads = jit(run)(items, ids)
         store.push("items", grads["items"])
     assert_type(store.pull("items", [3], capacity=2), sj.SelectedRows)
     assert_type(store.stats()["items"], sj.store.TableStats)
     store.close()
 
 
-# ------------------------------------------------------------------ exact
-
-
-def exact_training() -> None:
-    tx = sj.optim.exact(optax.sgd(0.1, momentum=0.9))
-    params: Params = {"table": jnp.ones((100, 2))}
-    state = tx.init(params)
-
-    def loss(params: Params, ids: jax.Array) -> jax.Array:
-        return jnp.sum(params["table"][ids] ** 2)
-
-    step = sj.optim.exact_value_and_grad(loss, tx)
-    (value, grads), params, state = step(params, state, jnp.array([4, 9]))
-    assert_type(value, jax.Array)
-    assert_type(params, Params)
-    updates, state = tx.update(grads, state, params)
-    params = sj_apply(params, updates)
-    params, state = tx.flush(params, state)
-    assert_type(state.stale, jax.Array)
-
-
-# ------------------------------------------------------------------ devices
-
-
-def devices() -> None:
+def devices(ids: jax.Array) -> None:
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     table = sj.parallel.shard_rows(jnp.ones((50, 2)), mesh, "x")
     assert_type(table, sj.parallel.ShardedTable)
@@ -316,40 +250,13 @@ def devices() -> None:
         rows: jax.Array = sj.lookup(table, ids)
         return jnp.sum(rows)
 
-    gradient: sj.parallel.ShardedTable = sj.grad(loss)(table, jnp.array([3, 4]))
+    gradient: sj.parallel.ShardedTable = sj.grad(loss)(table, ids)
     assert_type(gradient.to_dense(), jax.Array)
-    print(sj.parallel.plan({"items": table}, mesh, {"items": jnp.array([3, 4])}))
-
-
-# ------------------------------------------------------------------ desc
+    print(sj.parallel.plan({"items": table}, mesh, {"items": ids}))
 
 
 def description(params: Params, batch: Batch) -> None:
     for desc in sj.desc.describe(params):
         assert_type(desc, sj.desc.VarDesc)
         assert_type(sj.desc.to_bytes(desc), bytes)
-    found = sj.desc.infer(loss_fn, params, batch)
-    assert_type(found.gradients, list[sj.desc.VarDesc])
-
-
-def main(folder: pathlib.Path) -> None:
-    params: Params = {
-        "users": jnp.ones((100, 4)),
-        "items": jnp.ones((200, 4)),
-        "bias": jnp.zeros(()),
-    }
-    batch: Batch = {
-        "user": jnp.array([3, 7]),
-        "item": jnp.array([5, 0]),
-        "rating": jnp.array([1.0, 0.0]),
-    }
-    training_step()
-    # Its numbers are of no interest.
-    jax.eval_shape(lambda: transformations(params, batch, has_aux=True))
-    selected_rows()
-    recommender()
-    layers_and_data(folder)
-    store_loop()
-    exact_training()
-    devices()
-    description(params, batch)
+    assert_type(sj.desc.infer(loss_fn, params, batch).gradients, list[sj.desc.VarDesc])

@@ -214,18 +214,3 @@ def test_transformations():
             for a, b in zip(found, zip(*want)):
                 np.testing.assert_allclose(a, np.stack(b), rtol=1e-5)
     assert traced.count == 1
-
-
-def test_counts_are_dampened():
-    sampler = Sampler.from_counts([16, 1])  # 16 ** 0.75 == 8
-    np.testing.assert_allclose(np.exp(sampler.log_prob([0, 1])) * 9, [8, 1], rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_of_a_vocabulary():
-    words = sj.data.Vocabulary.build({"w": ["tea", "jam", "tea", "rye"]})
-    sampler = Sampler.from_counts(words.counts("w"))
-    assert sampler.num_ids == words.size("w")
-    found = sampler.sample(jax.random.key(0), 100, labels=jnp.array([0]))
-    assert set(found.ids.tolist()) == {1, 2, 3}  # not OOV, which never occurred
-    assert np.isfinite(found.label_log_q).all()
