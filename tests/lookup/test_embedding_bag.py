@@ -21,18 +21,16 @@ from helpers import (
     jitted,
 )
 from sparsejax._lookup.bag_sum import bag_sum
-from sparsejax._lookup.lowerings import cpu, xla
 
 
 COMBINERS = ("sum", "mean", "sqrtn", "max", "min", "logsumexp")
 V, D = 23, 3
 
 
-def _oracle(table, ids, member, weights, combiner):
-    """Ids `[n]` and `member[b, i]`, which is True if element i is in bag b."""
-    rows = jnp.take(table, ids, axis=0, mode="fill")[None]
-    w = jnp.ones(ids.shape, table.dtype) if weights is None else weights
-    w = jnp.where(member, w[None], 0)
+def _oracle(rows, member, weights, combiner):
+    """Rows `[n, D]` and `member[b, i]`, which is True if element i is in bag b."""
+    w = jnp.ones(len(rows), rows.dtype) if weights is None else weights
+    w, rows = jnp.where(member, w[None], 0), rows[None]
     mask = member[:, :, None]
     some = jnp.any(member, 1)[:, None]
     if combiner in ("max", "min", "logsumexp"):
@@ -54,47 +52,25 @@ def _table(dtype=jnp.float64):
 
 
 def _layouts():
-    """`name -> (call(table, weights, **options), ids [n], member [B, n])`."""
+    """Arguments, options, ids, the bag of each id, the number of bags."""
     rng = np.random.default_rng(1)
-    found = {}
-    padded = rng.integers(0, V, (4, 11)).astype(np.int32)
+    padded = rng.integers(0, V, (4, 11))
     padded[2, 3:], padded[3], padded[0, 1] = -1, -1, padded[0, 0]
-    member = np.repeat(np.eye(4, dtype=bool), 11, axis=1) & (padded.reshape(-1) >= 0)
-
-    def fixed(table, weights, **options):
-        w = None if weights is None else weights.reshape(4, 11)
-        return sj.embedding_bag(table, padded, weights=w, padding_id=-1, **options)
-
-    found["fixed"] = fixed, padded.reshape(-1), member
-    ids = rng.integers(0, V, 60).astype(np.int32)
-    for name, bags, kwargs in (
-        ("sorted", np.sort(rng.integers(-2, 6, 60)), {"indices_are_sorted": True}),
-        ("unsorted", rng.integers(-2, 6, 60), {}),
-        ("tiny", np.sort(rng.integers(0, 60, 60)), {"indices_are_sorted": True}),
-    ):
-        count = 60 if name == "tiny" else 5
-        bags = bags.astype(np.int32)
-
-        def segmented(table, weights, bags=bags, count=count, kwargs=kwargs, **options):
-            return sj.embedding_bag(
-                table, ids, bags, count, weights=weights, **kwargs, **options
-            )
-
-        found[name] = segmented, ids, bags == np.arange(count)[:, None]
-    lengths = np.array([9, 0, 20, 1])
-    st = sj.SegmentTensor.from_lengths(ids[:30], lengths, capacity=40)
-    member = np.asarray(st.segment_ids) == np.arange(4)[:, None]
-
-    def segments(table, weights, **options):
-        return sj.embedding_bag(table, st, weights=weights, **options)
-
-    found["segments"] = segments, np.resize(ids[:30], 40), member
-    return found
+    of_padded = np.where(padded < 0, -1, np.arange(4)[:, None])
+    ids, some = rng.integers(0, V, 60), rng.integers(-2, 6, 60)
+    tiny = np.sort(rng.integers(0, 60, 60))
+    ascend = {"indices_are_sorted": True}
+    st = sj.SegmentTensor.from_lengths(ids[:30], [9, 0, 20, 1], capacity=40)
+    return {
+        "fixed": ((padded,), {"padding_id": -1}, padded, of_padded, 4),
+        "sorted": ((ids, np.sort(some), 5), ascend, ids, np.sort(some), 5),
+        "unsorted": ((ids, some, 5), {}, ids, some, 5),
+        "tiny": ((ids, tiny, 60), ascend, ids, tiny, 60),
+        "segments": ((st,), {}, np.resize(ids[:30], 40), st.segment_ids, 4),
+    }
 
 
 LAYOUTS = _layouts()
-
-
 # These layouts only change the order or the count of the elements that are combined.
 FEW = {
     "unsorted": ("mean", "min", "logsumexp"),
@@ -103,77 +79,51 @@ FEW = {
 }
 
 
-def _loss(out, factors):
-    return sum(f * jnp.sum(jnp.sin(x)) for f, x in zip(factors, out)), out
-
-
-@functools.cache
-def _oracle_step(weighted):
-    """The oracles' values and gradients, one program for all the layouts."""
-
-    def loss(table, weights, ids, member, factors):
-        combiners = COMBINERS[:3] if weighted else COMBINERS
-        out = [_oracle(table, ids, member, weights, c) for c in combiners]
-        return _loss(out, factors)
-
-    return jax.jit(jax.value_and_grad(loss, (0, 1)[: 1 + weighted], has_aux=True))
-
-
 # ------------------------------------------------------------------ values, gradients
 
 
 @pytest.mark.parametrize(
     ("layout", "weighted"),
-    [(layout, False) for layout in LAYOUTS]
-    + [(layout, True) for layout in ("fixed", "sorted")],
+    [(layout, False) for layout in LAYOUTS] + [("fixed", True), ("sorted", True)],
 )
 def test_equals_the_oracle(layout, weighted, x64):
-    call, ids, member = LAYOUTS[layout]
-    count, n = member.shape
-    table, weights = _table(), None
+    args, options, ids, bags, count = LAYOUTS[layout]
+    member = np.ravel(bags) == np.arange(count)[:, None]
+    weights, wrt, combiners = None, 0, FEW.get(layout, COMBINERS)
     if weighted:
         weights = np.random.default_rng(2).normal(size=ids.shape)
-        weights = np.where(member.any(0), weights, np.nan)  # never used
-    every = COMBINERS[:3] if weighted else COMBINERS
-    combiners = FEW.get(layout, every)
-    factors = np.array([c in combiners for c in every], float)
+        weights[~member.any(0).reshape(ids.shape)] = np.nan  # never used
+        wrt, combiners = (0, 1), COMBINERS[:3]
 
-    # For the oracle, elements of no bag and bags of no element up to one shape.
-    more = (0, 60 - n)
-    padded = np.pad(np.maximum(ids, 0), more), np.pad(member, ((0, 60 - count), more))
-    clean = None
-    if weights is not None:
-        clean = np.pad(np.where(member.any(0), weights, 0), more)
-    (_, out), grads = _oracle_step(weighted)(table, clean, *padded, factors)
-    out = [x for c, x in zip(every, out, strict=True) if c in combiners]
-    grads = [grads[0], *(g[:n] for g in map(np.asarray, grads[1:]))]
+    def ours(table, weights):
+        bag = functools.partial(sj.embedding_bag, table, *args, **options)
+        return [bag(weights=weights, combiner=c) for c in combiners]
 
-    def loss(table, weights):
-        out = [call(table, weights, combiner=c) for c in combiners]
-        return _loss(out, [1.0] * len(out))
+    def oracle(table, weights):
+        flat, rows = None if weights is None else weights.ravel(), table[ids.ravel()]
+        return [_oracle(rows, member, flat, c) for c in combiners]
 
-    wrt = (0, 1)[: 1 + weighted]
-    dense_step = jax.value_and_grad(loss, wrt, has_aux=True)
-    tables: Any = (True, False)[: 1 + weighted]
-    sparse_step = sj.value_and_grad(loss, wrt, has_aux=True, tables=tables)
+    def step(transform, f, params, **options):
+        def loss(*params):
+            out = f(*params)
+            return sum(jnp.sum(jnp.sin(x)) for x in out), out
+
+        (_, out), grads = transform(loss, wrt, has_aux=True, **options)(*params)
+        return out, *(grads if weighted else (grads,))
 
     @jax.jit
-    def run(table, weights):
-        found = sparse_step(table, weights)
-        return dense_step(table, weights), found, found[1][0].to_dense()
+    def run(*params):
+        tables = (True, False) if weighted else True
+        out, sparse, *grads = step(sj.value_and_grad, ours, params, tables=tables)
+        both = (out, sparse.to_dense(), *grads), step(jax.value_and_grad, ours, params)
+        return both, sparse, step(jax.value_and_grad, oracle, params)
 
-    *both, sparse_grad = run(table, weights)
-    for (_, got), (g, *g_weights) in both:
-        for a, b in zip(got, out, strict=True):
-            assert a.dtype == jnp.float64
-            assert a.shape == (count, D)
-            np.testing.assert_allclose(a, np.asarray(b)[:count], rtol=1e-10, atol=1e-10)
-        if isinstance(g, sj.SelectedRows):
-            assert g.capacity == len(combiners) * ids.size
-            g = sparse_grad
-        for a, b in zip((g, *g_weights), grads, strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-9)
-    assert isinstance(both[1][1][0], sj.SelectedRows)
+    both, sparse, want = run(_table(), weights)
+    assert isinstance(sparse, sj.SelectedRows)
+    assert sparse.capacity == len(combiners) * ids.size
+    for found in both:
+        assert_trees_close(found[0], want[0], rtol=1e-10, atol=1e-10)
+        assert_trees_close(found[1:], want[1:], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.slow
@@ -209,205 +159,146 @@ def test_derivatives(x64):
 @pytest.mark.slow
 def test_weights_that_are_a_parameter_of_their_own(x64):
     """Such weights might be a table: nothing comes between them and the sum."""
-    rng = np.random.default_rng(0)
-    ids = rng.integers(0, 40, (3, 2))
-    params = {"table": rng.normal(size=(40, 3)), "weights": rng.normal(size=(3, 2))}
-
-    def loss(p, bag):
-        return jnp.sum(jnp.sin(bag(p["table"], p["weights"])))
-
+    params = {"table": _table(), "weights": jnp.linspace(0.5, 1.5, 6).reshape(3, 2)}
+    ids = jnp.array([[3, 0], [3, 9], [1, 1]])
     ours = lambda t, w: sj.embedding_bag(t, ids, weights=w)
     jaxs = lambda t, w: jnp.sum(t[ids] * w[..., None], axis=1)
+    loss = lambda p, bag: jnp.sum(jnp.sin(bag(p["table"], p["weights"])))
     got = jax.jit(lambda p: sj.grad(loss)(p, ours))(params)
-    want = jax.jit(lambda p: jax.grad(loss)(p, jaxs))(params)
     assert isinstance(got["table"], sj.SelectedRows)
-    np.testing.assert_allclose(got["table"].to_dense(), want["table"], rtol=1e-12)
-    np.testing.assert_allclose(got["weights"], want["weights"], rtol=1e-12)
+    want = jax.jit(lambda p: jax.grad(loss)(p, jaxs))(params)
+    assert_trees_close({**got, "table": got["table"].to_dense()}, want)
 
 
-def test_lowerings_give_what_the_reference_gives():
-    rng = np.random.default_rng(3)
-    table = jnp.asarray(rng.normal(size=(V, D)), jnp.float32)
-
-    cases = []
-
-    def add(ids, bags=None, count: Any = None, is_sorted=False):
-        ids = ids.astype(np.int32)
-        for weights in (None, rng.normal(size=ids.shape).astype(np.float32)):
-            spec = xla.BagSpec(
-                segmented=bags is not None,
-                weighted=weights is not None,
-                num_bags=len(ids) if bags is None else count,
-                indices_are_sorted=is_sorted,
-            )
-            cases.append((spec, [x for x in (ids, bags, weights) if x is not None]))
-
-    for length in (1, 17):
-        add(rng.integers(-3, V + 3, (5, length)))
-    # Pieces of 8 elements, of 2, and of 8 of a single bag.
-    for n, count in ((40, 3), (100, 30), (30, 1)):
-        ids = rng.integers(-3, V + 3, n)
-        bags = rng.integers(-1, count + 2, n).astype(np.int32)
-        add(ids, np.sort(bags), count, is_sorted=True)
-        if count == 3:
-            add(ids, bags, count)
-
-    @jax.jit
-    def run(table, arrays):
-        return [
-            (cpu.bag_sum(table, *args, spec=spec), xla.bag_sum(table, *args, spec=spec))
-            for (spec, _), args in zip(cases, arrays, strict=True)
-        ]
-
-    for (spec, _), (a, b) in zip(cases, run(table, [x for _, x in cases]), strict=True):
-        assert a.shape == b.shape == (spec.num_bags, D) and a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_types_are_summed_in_float32(dtype):
-    table = np.full((4, 2), 0.01, dtype)
-    ids = np.zeros((1, 3000), np.int32)
-    totals = {"sum": 3000, "mean": 1, "sqrtn": 3000**0.5}
+def test_narrow_types_are_summed_in_float32():
+    dtype = jnp.bfloat16
+    table, ids = np.full((4, 2), 0.01, dtype), np.zeros((1, 3000), np.int32)
 
     @jax.jit
     def run(table, ids):
-        both = (ids,), (ids[0], ids[0], 1)
         bag = functools.partial(sj.embedding_bag, table)
-        return {c: [bag(*args, combiner=c) for args in both] for c in totals}
+        layouts = (ids,), (ids[0], ids[0], 1)
+        return [[bag(*args, combiner=c) for args in layouts] for c in COMBINERS[:3]]
 
-    for combiner, outs in run(table, ids).items():
+    for outs, total in zip(run(table, ids), (3000, 1, 3000**0.5), strict=True):
         for out in outs:
             assert out.dtype == dtype
-            exact = float(table[0, 0]) * totals[combiner]
-            error = 2 * float(jnp.finfo(dtype).eps) + 1e-4
-            np.testing.assert_allclose(np.float32(out), exact, rtol=error)
+            exact = float(table[0, 0]) * total
+            np.testing.assert_allclose(np.float32(out), exact, rtol=2**-7)
 
 
 def test_float32_stays_float32_under_x64(x64):
-    table = _table(jnp.float32)
-    ids = jnp.asarray(np.zeros((4, 11), np.int64))
-    weights = jnp.asarray(np.ones((4, 11), np.float64))
-    assert ids.dtype == jnp.int64
-    assert weights.dtype == jnp.float64
+    table, ids = _table(jnp.float32), jnp.zeros((4, 11), jnp.int64)
     for combiner in COMBINERS:
-        w = weights if combiner in COMBINERS[:3] else None
+        w = jnp.ones((4, 11)) if combiner in COMBINERS[:3] else None
         bag = functools.partial(sj.embedding_bag, combiner=combiner)
-        out = jax.eval_shape(
-            lambda t, i, w, bag=bag: bag(t, i, weights=w), table, ids, w
-        )
-        assert out.dtype == jnp.float32
-    assert sj.embedding_bag(table, ids, weights=weights).dtype == jnp.float32
+        read = lambda t, i, bag=bag, w=w: bag(t, i, weights=w)
+        assert jax.eval_shape(read, table, ids).dtype == jnp.float32
 
 
 def test_integer_tables():
     table = np.arange(12, dtype=np.int32).reshape(6, 2)
     ids, bags = jnp.array([5, 0, 3]), jnp.array([1, 1, 0])
     bag = lambda table, **options: sj.embedding_bag(table, ids, bags, 3, **options)
-    out, top, half, mean = jax.jit(
-        lambda table, weights: (
-            bag(table),
-            bag(table, combiner="max"),
-            bag(table, weights=weights),
-            bag(table, combiner="mean"),
-        )
-    )(table, np.full(3, 0.5, np.float32))
-    np.testing.assert_array_equal(out, [[6, 7], [10, 12], [0, 0]])
-    np.testing.assert_array_equal(bag(table), out)
-    assert out.dtype == top.dtype == jnp.int32
-    np.testing.assert_array_equal(top, [[6, 7], [10, 11], [0, 0]])
-    assert half.dtype == mean.dtype == jnp.float32
-    np.testing.assert_array_equal(half, [[3, 3.5], [5, 6], [0, 0]])
+    half = np.full(3, 0.5, np.float32)
+    for options, want in (
+        ({}, np.array([[6, 7], [10, 12], [0, 0]], np.int32)),
+        ({"combiner": "max"}, np.array([[6, 7], [10, 11], [0, 0]], np.int32)),
+        ({"weights": half}, np.array([[3, 3.5], [5, 6], [0, 0]], np.float32)),
+        ({"combiner": "mean"}, np.array([[6, 7], [5, 6], [0, 0]], np.float32)),
+    ):
+        assert_trees_close(bag(table, **options), want)
+        run = jax.jit(functools.partial(bag, **options))
+        assert_trees_close(run(table), want)
 
 
-@pytest.mark.parametrize("shape", [(7,), (7, 2, 3)])
-def test_tables_of_other_ranks(shape):
-    table = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    ids = jnp.array([[0, 6], [2, 2]])
-    want = table[np.asarray(ids)].sum(1)
-    np.testing.assert_allclose(sj.embedding_bag(table, ids), want, rtol=1e-6)
+@pytest.mark.parametrize(
+    "row_shape, ids_shape", [((), (2, 2)), ((2, 3), (2, 2)), ((D,), (2, 3, 4))]
+)
+def test_tables_of_other_ranks_and_more_axes_of_bags(row_shape, ids_shape):
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(7, *row_shape)).astype(np.float32)
+    ids = rng.integers(0, 7, ids_shape)
+    weights = rng.normal(size=ids_shape).astype(np.float32)
+    flat = ids.reshape(-1, ids_shape[-1])
+    bags = np.repeat(np.arange(len(flat)), ids_shape[-1])
 
     @jax.jit
     def run(table):
-        flat = sj.embedding_bag(table, ids.reshape(-1), jnp.array([0, 0, 1, 1]), 2)
-        grad = sj.grad(lambda t: jnp.sum(sj.embedding_bag(t, ids) ** 2), tables=True)
-        dense = jax.grad(lambda t: jnp.sum(t[ids].sum(1) ** 2))
-        return flat, grad(table).to_dense(), dense(table)
-
-    flat, sparse, dense = run(table)
-    np.testing.assert_allclose(flat, want, rtol=1e-6)
-    np.testing.assert_allclose(sparse, dense, rtol=1e-6)
-
-
-def test_more_axes_of_bags():
-    table = _table(jnp.float32)
-    ids = np.arange(24, dtype=np.int32).reshape(2, 3, 4) % V
-    weights = np.linspace(0, 1, 24, dtype=np.float32).reshape(2, 3, 4)
-    out, rows = jax.jit(
-        lambda table, weights: (
-            sj.embedding_bag(table, ids, weights=weights),
-            sj.embedding_bag(table, ids, combiner="none"),
+        bag = functools.partial(sj.embedding_bag, table)
+        loss = lambda t: jnp.sum(sj.embedding_bag(t, ids) ** 2)
+        plain = lambda t: jnp.sum(t[ids].sum(ids.ndim - 1) ** 2)
+        grads = sj.grad(loss, tables=True)(table).to_dense(), jax.grad(plain)(table)
+        out = (
+            bag(ids),
+            bag(flat.reshape(-1), bags, len(flat)),
+            bag(ids, combiner="none"),
         )
-    )(table, weights)
-    want = np.einsum("abld,abl->abd", np.asarray(table)[ids], weights)
-    np.testing.assert_allclose(out, want, rtol=1e-5)
-    assert rows.shape == (2, 3, 4, D)
+        return *out, bag(ids, weights=weights), *grads
+
+    out, of_flat, rows, weighted, sparse, dense = run(table)
+    want = table[ids].sum(ids.ndim - 1)
+    np.testing.assert_allclose(out, want, rtol=1e-6, atol=1e-6)
+    of_flat = of_flat.reshape(want.shape)
+    np.testing.assert_allclose(of_flat, want, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(rows, table[ids])
+    factors = weights.reshape(*ids_shape, *[1] * len(row_shape))
+    want = (table[ids] * factors).sum(ids.ndim - 1)
+    np.testing.assert_allclose(weighted, want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sparse, dense, rtol=1e-6, atol=1e-6)
 
 
 # ------------------------------------------------------------------ modes, padding
 
 
-def test_modes():
-    table = np.arange(1.0, 9.0, dtype=np.float32).reshape(4, 2)
-    ids = jnp.array([[0, 9], [1, -2], [2, 3]])
-    bags = jnp.array([0, 0, 1, 1, 2, 2])
-    cases: dict[str, dict[str, Any]] = {
-        "fill": {},
-        "zero": {"mode": "zero"},
-        "clip": {"mode": "clip"},
-        "mean of zeros": {"mode": "zero", "combiner": "mean"},
-        "padded": {"padding_id": 9, "combiner": "max"},
-    }
-
-    @jax.jit
-    def run(table, ids):
-        bag = functools.partial(sj.embedding_bag, table, ids)
-        flat = functools.partial(sj.embedding_bag, table, ids.reshape(-1), bags, 3)
-        return (
-            {name: bag(**options) for name, options in cases.items()},
-            {c: (flat(combiner=c), bag(combiner=c)) for c in COMBINERS},
-        )
-
-    named, combined = run(table, ids)
-    nan = [[np.nan] * 2] * 2
-    np.testing.assert_array_equal(sj.embedding_bag(table, ids), [*nan, [12, 14]])
-    np.testing.assert_array_equal(named["fill"], [*nan, [12, 14]])
-    np.testing.assert_array_equal(named["zero"], [[1, 2], [3, 4], [12, 14]])
-    np.testing.assert_array_equal(named["clip"], [[8, 10], [4, 6], [12, 14]])
-    # an element that reads zeros still counts
-    mean = named["mean of zeros"]
-    np.testing.assert_array_equal(mean, [[0.5, 1], [1.5, 2], [6, 7]])
-    np.testing.assert_array_equal(np.asarray(named["padded"])[0], [1, 2])
-    for flat, fixed in combined.values():
-        np.testing.assert_allclose(flat, fixed, rtol=1e-6)
-        flat = np.asarray(flat)
-        assert np.isnan(flat[:2]).all() and np.isfinite(flat[2]).all()
+FAR = V + 4
+READS: list[dict[str, Any]] = [
+    {},
+    {"mode": "zero"},
+    {"mode": "clip", "padding_id": 7},
+    {"padding_id": FAR, "max_norm": 0.7},
+]
 
 
-def test_a_row_out_of_range_leaves_the_others_their_gradients():
-    table = np.arange(1.0, 9.0, dtype=np.float32).reshape(4, 2)
-    loss = lambda t: jnp.sum(sj.embedding_bag(t, jnp.array([[0, 9], [2, 3]])))
-    plain = lambda t: jnp.sum(jnp.take(t, jnp.array([0, 9, 2, 3]), axis=0))
+@pytest.mark.parametrize("kind", ["array", "pulled"])
+@pytest.mark.parametrize("options", READS, ids=str)
+def test_reads_rows_as_lookup_does(options, kind):
+    """In both layouts; gradients too, of which a row out of range takes none away."""
+    table = _table(jnp.float32)
+    if kind == "pulled":
+        rows = np.array([20, 1, 7, V])
+        table = sj.SelectedRows(rows, table[rows % V], V)
+    ids = np.array([[1, 7, 7], [20, FAR, 1], [7, -2, 20], [1, 20, 20]])
+    bags = np.repeat(np.arange(4), 3)
+    member = (bags == np.arange(4)[:, None]) & (
+        ids.ravel() != options.get("padding_id")
+    )
+
+    def oracle(table, combiner):
+        rows = sj.lookup(table, ids.ravel(), **options)
+        return _oracle(rows, member, None, combiner)
+
+    def fixed(table, combiner):
+        return sj.embedding_bag(table, ids, combiner=combiner, **options)
+
+    def flat(table, combiner):
+        bag = functools.partial(sj.embedding_bag, combiner=combiner, **options)
+        return bag(table, ids.ravel(), bags, 4)
 
     @jax.jit
     def run(table):
-        sparse = sj.grad(loss, tables=True)(table)
-        return jax.grad(plain)(table), jax.grad(loss)(table), sparse, sparse.to_dense()
+        found = []
+        for f in (oracle, fixed, flat):
+            loss = lambda t, f=f: jnp.sum(f(t, "sum") + f(t, "mean"))
+            tables = {"tables": True} if kind == "array" else {}
+            grads = sj.grad(loss, **tables)(table)
+            found.append(([f(table, c) for c in COMBINERS], grads.to_dense()))
+        return found
 
-    want, got, sparse, dense = run(table)
-    np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(dense, want)
-    np.testing.assert_array_equal(sparse.rows, [0, 4, 2, 3])
+    want, *both = run(table)
+    assert options or np.isnan(want[0][0]).any()
+    for found in both:
+        assert_trees_close(found, want)
 
 
 @pytest.mark.slow
@@ -431,79 +322,58 @@ def test_mode_error():
 
 
 def test_what_is_skipped_may_hold_anything():
-    table = np.ones((4, 2), np.float32)
-    table[3] = np.nan
-    weights = jnp.array([[2.0, np.nan, np.inf]])
-    ids = jnp.array([[0, -1, -1]])
+    table = jnp.ones((4, 2)).at[jnp.array([1, 3])].set(jnp.nan)
+    weights, ids = jnp.array([[2.0, np.nan, np.inf]]), jnp.array([[0, -1, -1]])
+    bag = functools.partial(sj.embedding_bag, padding_id=-1)
 
     def loss(table, weights):
-        out = [
-            sj.embedding_bag(
-                table, ids, weights=weights, padding_id=-1, combiner=combiner
-            )
-            for combiner in ("sum", "mean", "sqrtn")
-        ]
-        return sum(jnp.sum(x) for x in out)
+        outs = [bag(table, ids, weights=weights, combiner=c) for c in COMBINERS[:3]]
+        return sum(map(jnp.sum, outs))
 
-    value, (g, g_w) = jax.jit(jax.value_and_grad(loss, (0, 1)))(table, weights)
+    value, grads = jax.jit(jax.value_and_grad(loss, (0, 1)))(table, weights)
     np.testing.assert_allclose(value, 4 + 2 + 2)
-    assert np.isfinite(g).all() and np.isfinite(g_w).all()
+    assert all(np.isfinite(g).all() for g in grads)
 
 
 @pytest.mark.slow
 def test_nothing_to_reduce():
-    table = np.ones((4, 2), np.float32)
-    none = np.zeros((0,), np.int32)
-    calls = {
-        (none.shape, 3): lambda bag: bag(none, none, 3),
-        (none.shape, 0): lambda bag: bag(none, none),
-        ((2, 0), 2): lambda bag: bag(none.reshape(2, 0)),
-        ((0, 2), 0): lambda bag: bag(none.reshape(0, 2)),
-        # ids, but no bag
-        ((2,), 0): lambda bag: bag(jnp.array([1, 2]), np.array([-1, -1], np.int32)),
-    }
+    table, none = np.ones((4, 2), np.float32), np.zeros((0,), np.int32)
+    shapes = {(none.shape, 3): (none, none, 3), (none.shape, 0): (none, none)}
+    shapes |= {(s, s[0]): (none.reshape(s),) for s in ((2, 0), (0, 2))}
 
-    @jax.jit
-    def run(table):
-        bags = [
-            functools.partial(sj.embedding_bag, table, combiner=c) for c in COMBINERS
-        ]
-        return [[call(bag) for bag in bags] for call in calls.values()]
+    def run(table, combiners=COMBINERS):
+        bag = functools.partial(sj.embedding_bag, table)
+        return [[bag(*args, combiner=c) for c in combiners] for args in shapes.values()]
 
-    for (_, count), outs in zip(calls, run(table), strict=True):
-        for out in outs:
-            assert out.shape == (count, 2)
-            np.testing.assert_array_equal(out, np.zeros((count, 2)))
-    for (_, count), call in calls.items():  # outside of jit too
-        out = call(functools.partial(sj.embedding_bag, table))
-        np.testing.assert_array_equal(out, np.zeros((count, 2)))
-    empty = np.ones((0, 2), np.float32)
-    out = sj.embedding_bag(empty, jnp.array([[3, 4]]), mode="zero")
-    np.testing.assert_array_equal(out, [[0, 0]])
+    for found in run(table, ["sum"]), jax.jit(run)(table):
+        for (_, count), outs in zip(shapes, found, strict=True):
+            for out in outs:
+                np.testing.assert_array_equal(out, np.zeros((count, 2)))
+    empty = sj.embedding_bag(table[:0], jnp.array([[3, 4]]), mode="zero")
+    np.testing.assert_array_equal(empty, [[0, 0]])
 
 
-def test_max_norm_and_pulled_rows():
-    table = np.asarray(_table(jnp.float32))
-    ids, bags = jnp.array([1, 7, 7, 20]), jnp.array([0, 0, 1, 1])
-    options: dict[str, Any] = dict(max_norm=0.7, combiner="mean")
-    norm = lambda t: sj.embedding_bag(t, ids, bags, 2, **options)
-    loss = lambda t: jnp.sum(norm(t) ** 2)
-    rows = np.array([20, 1, 7, V], np.int32)
-    pulled = sj.SelectedRows(rows, table[[20, 1, 7, 0]], V)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ids_in_no_bags(weighted):
+    """No bags though there are ids: an empty result, and a gradient of zeros."""
+    table, ids, none = jnp.ones((V, D)), jnp.array([1, 2, 2]), jnp.zeros(3, jnp.int32)
+    w = jnp.ones(3) if weighted else None
+    combiners = COMBINERS[:3] if weighted else COMBINERS
+    offsets = sj.SegmentTensor.from_offsets(ids, [0])
 
-    @jax.jit
-    def run(table, pulled):
-        read = sj.lookup(table, ids, max_norm=0.7)
-        g = sj.grad(loss)(pulled)
-        return read, norm(table), norm(pulled), g, g.to_dense(), jax.grad(loss)(table)
+    def bags(table):
+        bag = functools.partial(sj.embedding_bag, table, ids, none, 0, weights=w)
+        return [bag(combiner=c) for c in combiners] + [sj.embedding_bag(table, offsets)]
 
-    read, of_table, of_pulled, g, sparse, dense = run(table, pulled)
-    read = np.asarray(read)
-    want = np.stack([read[:2].mean(0), read[2:].mean(0)])
-    np.testing.assert_allclose(of_table, want, rtol=1e-5)
-    np.testing.assert_allclose(of_pulled, want, rtol=1e-5)
-    np.testing.assert_array_equal(g.rows, pulled.rows)
-    np.testing.assert_allclose(sparse, dense, rtol=1e-4)
+    pulled = sj.SelectedRows(ids, jnp.ones((3, D)), V)
+    for some in (table, pulled, sj.quantize(table, 4)):
+        assert all(x.shape == (0, D) for x in jax.jit(bags)(some))
+    assert sj.embedding_bag(table, ids, none, 0, weights=w).shape == (0, D)
+    total = lambda t: sum(x.sum() for x in bags(t))
+    grads = jax.grad(total), sj.grad(total), sj.grad(total, tables=True)
+    for g in jax.jit(lambda t: [grad(t) for grad in grads])(table):
+        g = g if isinstance(g, jax.Array) else g.to_dense()
+        assert g.shape == (V, D) and not g.any()
 
 
 # ------------------------------------------------------------------ vmap, programs
@@ -639,27 +509,3 @@ def test_numpy_ids_beyond_32_bits(combiner):
     want = padded(near, bags, 4, padding_id=-1).at[3].set(np.nan)
     for got in padded(ids, bags, 4), padded(ids[:, None]).reshape(4, 2):
         np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_ids_in_no_bags(weighted):
-    """No bags though there are ids: an empty result, and a gradient of zeros."""
-    table, ids, none = jnp.ones((V, D)), jnp.array([1, 2, 2]), jnp.zeros(3, jnp.int32)
-    w = jnp.ones(3) if weighted else None
-    combiners = COMBINERS[:3] if weighted else COMBINERS
-    pulled = sj.SelectedRows(ids, jnp.ones((3, D)), V)
-
-    def bags(table):
-        bag = functools.partial(sj.embedding_bag, table, ids, none, 0, weights=w)
-        return [bag(combiner=c) for c in combiners]
-
-    for some in (table, pulled, sj.quantize(table, 4)):
-        for out in (*bags(some), *jax.jit(bags)(some)):
-            assert out.shape == (0, D)
-    total = lambda t: sum(x.sum() for x in bags(t))
-    for grad in (jax.grad, sj.grad, lambda f: sj.grad(f, tables=True)):
-        g = jax.jit(grad(total))(table)
-        g = g if isinstance(g, jax.Array) else g.to_dense()
-        np.testing.assert_array_equal(g, jnp.zeros((V, D)))
-    offsets = sj.SegmentTensor.from_offsets(ids, [0])
-    assert not jax.grad(lambda t: sj.embedding_bag(t, offsets).sum())(table).any()

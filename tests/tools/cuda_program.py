@@ -3,8 +3,8 @@
     python tests/tools/cuda_program.py OPTIMIZER
     python tests/tools/cuda_program.py tables | coalesce | unique | bags
 
-tests/lookup/test_cuda.py runs this if `jax[cuda12]` or `jax[cuda13]` is installed. No
-GPU and no driver is needed: nothing is run.
+tests/lookup/test_lowerings.py runs this if `jax[cuda12]` or `jax[cuda13]` is
+installed. No GPU and no driver is needed: nothing is run.
 """
 
 import glob
