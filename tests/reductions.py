@@ -20,10 +20,6 @@ def _logsumexp(v):
         return np.log(np.exp(v - top).sum(0)) + top
 
 
-def _normalize(v):
-    return (v - v.mean(0)) / np.sqrt(np.maximum(v.var(0), 1e-5))
-
-
 REDUCTIONS = {
     "sum": lambda v: v.sum(0),
     "mean": lambda v: v.mean(0),
@@ -36,21 +32,20 @@ REDUCTIONS = {
     "var": lambda v: v.var(0),
     "std": lambda v: v.std(0),
 }
-EMPTY = {
-    "prod": 1.0,
-    "max": -np.inf,
-    "min": np.inf,
-    "logsumexp": -np.inf,
-    "logmeanexp": -np.inf,
-}  # 0 for the others
 SHAPE_KEEPING = {
     "softmax": lambda v: np.exp(v - _logsumexp(v)),
     "log_softmax": lambda v: v - _logsumexp(v),
-    "normalize": _normalize,
+    "normalize": lambda v: (v - v.mean(0)) / np.sqrt(np.maximum(v.var(0), 1e-5)),
     "cumsum": lambda v: v.cumsum(0),
 }
-SMOOTH = (*REDUCTIONS, *SHAPE_KEEPING)
-WEIGHTED = ("sum", "mean", "sqrtn")
+SMOOTH = REDUCTIONS | SHAPE_KEEPING
+INF = np.inf
+EMPTY = {"prod": 1, "max": -INF, "min": INF, "logsumexp": -INF, "logmeanexp": -INF}
+WEIGHTED = {
+    "sum": lambda w: 1.0,
+    "mean": lambda w: w.sum(),
+    "sqrtn": lambda w: np.sqrt((w**2).sum()),
+}
 
 
 # ------------------------------------------------------------------ all segments
@@ -62,48 +57,24 @@ def members(ids, num_segments):
     return [np.flatnonzero(ids == s) for s in range(num_segments)]
 
 
-def reduced(name, x, ids, num_segments, empty=None):
-    """`segment_<name>`, for those that give one row a segment."""
-    x = np.asarray(x, np.float64)
-    out = np.full((num_segments, *x.shape[1:]), EMPTY.get(name, 0.0))
+def oracle(name, x, ids, num_segments, empty=None):
+    """`segment_<name>`: a row for each segment, or for each element."""
+    x, of_segments = np.asarray(x, np.float64), name in REDUCTIONS
+    shape = (num_segments, *x.shape[1:]) if of_segments else x.shape
+    out = np.full(shape, EMPTY.get(name, 0.0) if empty is None else empty, np.float64)
     for s, where in enumerate(members(ids, num_segments)):
         if where.size:
-            out[s] = REDUCTIONS[name](x[where])
-        elif empty is not None:
-            out[s] = empty
+            out[s if of_segments else where] = SMOOTH[name](x[where])
     return out
 
 
-def shape_kept(name, x, ids, num_segments, empty=0.0):
-    """`segment_<name>`, for those that give one row an element."""
-    x = np.asarray(x, np.float64)
-    out = np.full(x.shape, empty)
-    for where in members(ids, num_segments):
-        if where.size:
-            out[where] = SHAPE_KEEPING[name](x[where])
-    return out
-
-
-def oracle(name, x, ids, num_segments):
-    """Any of the smooth reductions."""
-    f = reduced if name in REDUCTIONS else shape_kept
-    return f(name, x, ids, num_segments)
-
-
-def weighted(name, x, w, ids, num_segments, empty=0.0):
+def weighted(name, x, w, ids, num_segments):
     """`segment_<name>` with weights."""
     x, w = np.asarray(x, np.float64), np.asarray(w, np.float64)
     out = np.zeros((num_segments, *x.shape[1:]))
     for s, where in enumerate(members(ids, num_segments)):
-        total = (x[where].T * w[where]).T.sum(0)
-        by = {
-            "sum": 1.0,
-            "mean": w[where].sum(),
-            "sqrtn": np.sqrt((w[where] ** 2).sum()),
-        }
-        out[s] = total / by[name] if by[name] else empty
-        if name == "sum" and not where.size:
-            out[s] = empty
+        by = WEIGHTED[name](w[where])
+        out[s] = (x[where].T * w[where]).T.sum(0) / by if by else 0
     return out
 
 
@@ -129,10 +100,27 @@ def top_k(x, ids, num_segments, k):
     return values, positions
 
 
+def all_by_numpy(x, ids, w, num_segments, k=2):
+    """The expected result of `all_of`."""
+    args = (ids, num_segments)
+    where, shape = members(*args), (num_segments, *x.shape[1:])
+    flags = lambda f: np.array([f(x[m] > 0) for m in where], bool).reshape(shape)
+    return {
+        **{name: oracle(name, x, *args) for name in SMOOTH},
+        **{f"weighted_{name}": weighted(name, x, w, *args) for name in WEIGHTED},
+        "argmax": position(x, *args, np.argmax),
+        "argmin": position(x, *args, np.argmin),
+        "count": np.array([m.size for m in where], np.int32).reshape(num_segments),
+        "any": flags(lambda v: v.any(0)),
+        "all": flags(lambda v: v.all(0)),
+        "top_k": top_k(x, *args, k),
+    }
+
+
 # ------------------------------------------------------------------ ours
 
 
-def ours(name):
+def ours(name) -> Any:
     """`sj.segment_<name>`."""
     return getattr(sj, f"segment_{name}")
 
@@ -165,20 +153,3 @@ def all_of(num_segments, is_sorted, k=2):
         return out
 
     return f
-
-
-def all_by_numpy(x, ids, w, num_segments, k=2):
-    """The expected result of `all_of`."""
-    args = (ids, num_segments)
-    out: dict[str, Any] = {name: oracle(name, x, *args) for name in SMOOTH}
-    out["argmax"] = position(x, *args, np.argmax)
-    out["argmin"] = position(x, *args, np.argmin)
-    where = members(*args)
-    out["count"] = np.array([m.size for m in where], np.int32).reshape(num_segments)
-    shape = (num_segments, *x.shape[1:])
-    out["any"] = np.array([(x[m] > 0).any(0) for m in where], bool).reshape(shape)
-    out["all"] = np.array([(x[m] > 0).all(0) for m in where], bool).reshape(shape)
-    for name in WEIGHTED:
-        out[f"weighted_{name}"] = weighted(name, x, w, *args)
-    out["top_k"] = top_k(x, *args, k)
-    return out
