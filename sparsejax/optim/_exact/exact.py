@@ -87,7 +87,7 @@ def exact(tx: optax.GradientTransformation, *, tables: PyTree = None) -> Exact:
     where D(s, t) is the product of (1 - learning rate * weight decay), and F_t(v_t) m_t
     is the distance that m_t would still move the weights. So a row is brought up to
     date when it is read, at a cost that does not depend on the number of steps that it
-    missed. The page "Choosing an optimizer" has the formulas and the error bounds.
+    missed. `closed_form.py` has the formula of F and the error bounds.
 
     Args:
       tx: an optax transformation: sgd, momentum, nesterov, adam, nadam, adamw, rmsprop,
