@@ -1,1 +1,1 @@
-"""Benchmarks: `python -m benchmarks`, or `make bench`. What they found: NOTES.md."""
+"""Benchmarks: `python -m benchmarks`, or `make bench`. NOTES.md has the results."""

@@ -7,6 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from benchmarks import timing
+
 
 NAMES = ("sweep", "models", "races", "step", "ops", "store", "sharded", "exact_loss")
 
@@ -18,13 +20,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv and not argv[0].startswith("-"):
         name, *rest = argv
     if name not in NAMES:
-        print(
-            f"benchmarks: there is no benchmark {name!r}; there is {', '.join(NAMES)}",
-            file=sys.stderr,
-        )
+        known = ", ".join(NAMES)
+        print(f"There is no benchmark {name!r}; there is {known}", file=sys.stderr)
         return 2
     file = f"{name}.__main__" if name in {"models", "races"} else name
-    return importlib.import_module(f"benchmarks.{file}").main(rest)
+    benchmark = importlib.import_module(f"benchmarks.{file}")
+    if hasattr(benchmark, "main"):
+        return benchmark.main(rest)
+    return timing.run(name, benchmark, rest)
 
 
 if __name__ == "__main__":

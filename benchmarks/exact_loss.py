@@ -20,11 +20,11 @@ import numpy as np
 import optax
 
 import sparsejax as sj
+from benchmarks import timing
 from examples import word2vec
 
 
 NEGATIVES, WINDOW, HELD_OUT = 5, 5, 20_000
-WIDE = {"dense, float64": "dense", "exact, float64": "exact"}
 
 
 class Training(NamedTuple):
@@ -132,12 +132,9 @@ def compare(data: Any, tx: Any, every: int) -> dict[str, Training]:
     wide = lambda x: x.astype(np.float64) if x.dtype == np.float32 else x
     with jax.enable_x64(True):
         wider = jax.tree.map(wide, data)
-        return results | {k: train(wider, tx, kind, every) for k, kind in WIDE.items()}
-
-
-def away(a: Training, b: Training) -> np.ndarray:
-    """The relative distances of held-out losses."""
-    return np.abs(a.held_out - b.held_out) / b.held_out
+        for kind in kinds[:2]:
+            results[f"{kind}, float64"] = train(wider, tx, kind, every)
+    return results
 
 
 def plot(results: dict[str, Training], every: int, path: str, title: str) -> None:
@@ -147,21 +144,19 @@ def plot(results: dict[str, Training], every: int, path: str, title: str) -> Non
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     figure.suptitle(title, fontsize=10)
     left, right = figure.subplots(1, 2)
-    styles = {
-        "dense": ("C0-", 5, 0.35),
-        "exact": ("C1--", 2.2, 1),
-        "lazy": ("C2-", 1.8, 1),
-    }
-    dense = results["dense"]
-    x = np.arange(len(dense.held_out)) * every
-    for kind, (style, width, alpha) in styles.items():
-        line: Any = {"label": f"{kind} Adam", "linewidth": width, "alpha": alpha}
-        left.plot(x, results[kind].held_out, style, **line)
+    dense = results["dense"].held_out
+    x = np.arange(len(dense)) * every
+    styles = {"dense": ("C0-", 5), "exact": ("C1--", 2.2), "lazy": ("C2-", 1.8)}
+    for kind, (style, width) in styles.items():
+        loss, label = results[kind].held_out, f"{kind} Adam"
+        left.plot(
+            x, loss, style, label=label, linewidth=width, alpha=min(1.0, 1.8 / width)
+        )
     left.set(xlabel="step", ylabel="held-out loss")
     distances = {"lazy": "C2-", "exact": "C1--", "dense, float64": "k:"}
     for kind, style in distances.items():
-        label = f"{kind} Adam" if kind in styles else "dense Adam in float64"
-        right.plot(x, np.maximum(away(results[kind], dense), 1e-9), style, label=label)
+        away = np.abs(results[kind].held_out - dense) / dense
+        right.plot(x, np.maximum(away, 1e-9), style, label=f"Adam: {kind}")
     right.set(xlabel="step", ylabel="distance from dense Adam, relative", yscale="log")
     for axes in (left, right):
         axes.grid(alpha=0.3)
@@ -171,11 +166,7 @@ def plot(results: dict[str, Training], every: int, path: str, title: str) -> Non
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains with each optimizer, and prints a line for each way."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks exact_loss",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = timing.parser_of("exact_loss", __doc__)
     parser.add_argument("--text", metavar="FILE", help="default: Python's help texts")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=256)

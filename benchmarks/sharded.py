@@ -42,14 +42,15 @@ CLAIMED_MB = 0.6
 CLAIMED_CASE = {"devices": 4, "rows": 100_000, "dim": 32, "ids": 5_120, "skew": "zipf"}
 
 
-def force_devices() -> None:
-    """Asks for devices made of the CPU; in time only before JAX has looked for any."""
+def about() -> dict[str, Any]:
+    """Asks for devices made of the CPU, before JAX looks for any; the machine."""
     name = "--xla_force_host_platform_device_count"
     flags = os.environ.get("XLA_FLAGS", "")
     if name not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} {name}={MAX_DEVICES}".strip()
     # XLA's threads; a device may wait for the others in several of them at once.
     os.environ.setdefault("NPROC", "32")
+    return timing.machine()
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -66,16 +67,11 @@ def measure(
 ) -> dict[str, Any]:
     """Times all layouts of tables of these heights: one record."""
     # Two places on the first axis, as two hosts would have.
-    mesh = jax.make_mesh(
-        (2, devices // 2),
-        AXES,
-        axis_types=(AxisType.Auto,) * 2,
-        devices=jax.devices()[:devices],
-    )
+    auto, some = (AxisType.Auto,) * 2, jax.devices()[:devices]
+    mesh = jax.make_mesh((2, devices // 2), AXES, axis_types=auto, devices=some)
     rng, names = np.random.default_rng(0), [f"t{k}" for k in range(len(heights))]
-    layer = sj.nn.EmbeddingCollection(
-        {name: (height, args.dim) for name, height in zip(names, heights)}
-    )
+    shapes = {name: (height, args.dim) for name, height in zip(names, heights)}
+    layer = sj.nn.EmbeddingCollection(shapes)
     # All tables together read as many ids, however many there are.
     examples = max(1, args.ids // (BAG * len(heights)))
 
@@ -125,12 +121,8 @@ def measure(
 
     sent = {k: sj.viz.wire_bytes(x.run).total / 1e6 for k, x in compiled.items()}
     return {
-        "tables": len(heights),
-        "devices": devices,
-        "rows": sum(heights),
-        "dim": args.dim,
-        "ids": args.ids,
-        "skew": args.skew,
+        **{"tables": len(heights), "devices": devices, "rows": sum(heights)},
+        **{"dim": args.dim, "ids": args.ids, "skew": args.skew},
         "choice": table.choice,
         "sent_mb": sent,
         "planned_mb": {name: cost.wire / 1e6 for name, cost in table.costs.items()},
@@ -197,9 +189,3 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--ids", type=int, default=5_120, help=f"a device: {BAG} a bag")
     parser.add_argument("--skew", default="zipf", choices=("zipf", "uniform"))
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
-    force_devices()
-    return timing.run("sharded", __doc__, argv, options, cases, failures)

@@ -13,11 +13,10 @@ as ours its steps take.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +34,11 @@ except ImportError:  # not among what the benchmarks install
 
 
 RATE = 1e-3
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "sgd": lambda: optax.sgd(RATE),
-    "adagrad": lambda: optax.adagrad(RATE),
-    "adam": lambda: optax.adam(RATE),
-    "adamw": lambda: optax.adamw(RATE),
+OPTIMIZERS = {
+    "sgd": optax.sgd(RATE),
+    "adagrad": optax.adagrad(RATE),
+    "adam": optax.adam(RATE),
+    "adamw": optax.adamw(RATE),
 }
 # The optimizers of PyTorch for the table and for the dense weights.
 TORCH = {
@@ -47,13 +46,11 @@ TORCH = {
     "adagrad": ("Adagrad", "Adagrad"),
     "adam": ("SparseAdam", "Adam"),
 }
-IDS = (65_536, 8_192)
 # How many times as long as ours PyTorch takes at least.
 CLAIMS = {"sgd": 1.2, "adagrad": 2.0, "adam": 1.5}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """One measurement: which optimizer, on how large a table, with how many ids."""
 
     optimizer: str
@@ -83,18 +80,14 @@ def make_step(value_and_grad: Callable, tx: optax.GradientTransformation) -> Any
     return step
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def make_state(case: Case, tx: optax.GradientTransformation) -> Any:
     """Parameters and optimizer state."""
-
-    def make():
-        shape = (case.rows, case.dim)
-        params = {
-            "table": jnp.full(shape, 0.01, jnp.float32),
-            "weights": jnp.linspace(-1.0, 1.0, case.dim, dtype=jnp.float32),
-        }
-        return params, tx.init(params)
-
-    return jax.jit(make)()
+    params = {
+        "table": jnp.full((case.rows, case.dim), 0.01, jnp.float32),
+        "weights": jnp.linspace(-1.0, 1.0, case.dim, dtype=jnp.float32),
+    }
+    return params, tx.init(params)
 
 
 def make_batch(case: Case, rng: np.random.Generator) -> Any:
@@ -114,6 +107,7 @@ def for_both(batch: Sequence[jax.Array]) -> dict[str, Any]:
 
 def torch_step(case: Case, params: Any) -> Callable:
     """`(state, batches) -> (state, ())` by PyTorch with sparse gradients."""
+    torch.set_num_threads(timing.machine()["cores"])
     table, weights = (
         torch.nn.Parameter(torch.from_numpy(np.array(params[name])))
         for name in ("table", "weights")
@@ -136,48 +130,45 @@ def torch_step(case: Case, params: Any) -> Callable:
     return run
 
 
-def measure(
-    case: Case, args: argparse.Namespace, peers: bool = True, required: bool = False
-) -> dict[str, Any]:
-    """Times a case, the sides taking turns: one record.
+def measure(case: Case, args: argparse.Namespace, *sides: str) -> dict[str, Any]:
+    """Times a case, ours and the other sides taking turns: one record.
 
     Args:
       case: the sizes.
       args: of the command line.
-      peers: whether PyTorch takes part.
-      required: whether the step with `tables=True` does.
+      *sides: "dense"; "torch"; "required", which is ours with `tables=True`.
     """
-    tx, rng = OPTIMIZERS[case.optimizer](), np.random.default_rng(0)
+    tx, rng = OPTIMIZERS[case.optimizer], np.random.default_rng(0)
+    tables = {"table": True, "weights": None}
+    required = functools.partial(sj.value_and_grad, tables=tables)
     steps = {
         "ours": make_step(sj.value_and_grad, sj.optim.lazy(tx)),
         "dense": make_step(jax.value_and_grad, tx),
+        "required": make_step(required, sj.optim.lazy(tx)),
     }
-    if required:
-        tables = {"table": True, "weights": None}
-        gradient = functools.partial(sj.value_and_grad, tables=tables)
-        steps["required"] = make_step(gradient, sj.optim.lazy(tx))
     state, batch = make_state(case, tx), make_batch(case, rng)
     compiled = {
-        name: timing.compile_apart(step, state, batch) for name, step in steps.items()
+        name: timing.compile_apart(step, state, batch)
+        for name, step in steps.items()
+        if name in ("ours", *sides)
     }
     programs: dict[str, Callable] = {
         name: lambda state, batches, run=x.run: run(state, batches["jax"])
         for name, x in compiled.items()
     }
-    if peers and torch is not None and case.optimizer in TORCH:
-        torch.set_num_threads(timing.machine()["cores"])
+    if "torch" in sides and torch is not None and case.optimizer in TORCH:
         programs["torch"] = torch_step(case, state[0])
     inputs = lambda: for_both(make_batch(case, rng))
     record = timing.compare(args, programs, state, inputs, compiled=compiled)
-    return dataclasses.asdict(case) | record
+    return case._asdict() | record
 
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A record for each case."""
-    for ids, name, skew in itertools.product(
-        args.ids, args.optimizers, ("uniform", "zipf")
-    ):
-        yield measure(Case(name, args.rows, ids, args.dim, skew), args)
+    skews = "uniform", "zipf"
+    for ids, name, skew in itertools.product(args.ids, args.optimizers, skews):
+        case = Case(name, args.rows, ids, args.dim, skew)
+        yield measure(case, args, "dense", "torch")
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -192,14 +183,8 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes."""
-    parser.add_argument(
-        "--optimizers", nargs="+", default=[*TORCH], choices=[*OPTIMIZERS]
-    )
+    names = [*OPTIMIZERS]
+    parser.add_argument("--optimizers", nargs="+", default=[*TORCH], choices=names)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--dim", type=int, default=64, help="columns of the table")
-    parser.add_argument("--ids", nargs="+", type=int, default=IDS, help="of a batch")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
-    return timing.run("step", __doc__, argv, options, cases, failures)
+    parser.add_argument("--ids", nargs="+", type=int, default=(65_536, 8_192))

@@ -4,8 +4,7 @@
              alone: `np.take`, and for a push fancy assignment of weights and state
     steps    a small network on bags, trained with its table whole on the device; from
              a store, pulled and pushed, one after the other or prefetched; in a
-             `CachedTable`; and in a file, as `store[name]` and in a `SparseBlock`. The
-             losses of all steps must agree
+             `CachedTable`; and in a file, as `store[name]`. The losses must agree
     index    `HashIndex`: time of find and insert beside the merging plans of as many
              row ids, and the loss of a click model whose vocabulary drifts, with an
              index of a quarter of the rows
@@ -38,10 +37,10 @@ from sparsejax._rows import merge
 
 
 OPTIMIZERS = {
-    "sgd": lambda: optax.sgd(0.01),
-    "rowwise_adagrad": lambda: sj.optim.rowwise_adagrad(0.01),
-    "adagrad": lambda: optax.adagrad(0.01),
-    "adam": lambda: optax.adam(0.01),
+    "sgd": optax.sgd(0.01),
+    "rowwise_adagrad": sj.optim.rowwise_adagrad(0.01),
+    "adagrad": optax.adagrad(0.01),
+    "adam": optax.adam(0.01),
 }
 BAG, STEPS, HIDDEN, CHUNK = 16, 10, 256, 1 << 20
 MOST = 1.01  # the loss with a quarter of the rows, over the loss with all
@@ -71,7 +70,7 @@ def make_store(
 
 def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """One record for pull, and one for push with each optimizer."""
-    rng = np.random.default_rng(1)
+    rng, shape = np.random.default_rng(1), (args.rows, args.dim)
 
     def inputs(zipf):
         ids = timing.make_ids(args.ids, args.rows, zipf, rng)
@@ -79,50 +78,52 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         slots = np.full(args.ids, args.rows, np.int32)
         slots[: distinct.size] = distinct
         values = jnp.asarray(rng.standard_normal((args.ids, args.dim), np.float32))
-        return {
-            "ids": ids,
-            "rows": distinct,
-            "grad": sj.SelectedRows(slots, values, args.rows),
-        }
+        return ids, distinct, sj.SelectedRows(slots, values, args.rows)
 
-    for number, (optimizer, skew) in enumerate(
-        itertools.product(args.optimizers, SKEWS)
-    ):
-        tx = OPTIMIZERS[optimizer]()
-        store = make_store(args.rows, args.dim, tx)
-        shape = args.rows, args.dim
+    def time_sides(operation, skew, ours, numpy):
+        sides = {
+            "ours": lambda state, given: (state, ours(*given)),
+            "numpy": lambda state, given: (state, numpy(*given)),
+        }
+        draw = functools.partial(inputs, skew == "zipf")
+        record = timing.compare(args, sides, (), draw)
+        return {"case": "rows", "operation": operation, "ids": skew} | record
+
+    for number, name in enumerate(args.optimizers):
+        tx = OPTIMIZERS[name]
+        store = make_store(*shape, tx)
         state = jax.eval_shape(tx.init, jax.ShapeDtypeStruct(shape, "f"))
         held = [x.shape for x in jax.tree.leaves(state) if args.rows in x.shape]
         columns = [np.ones(x, np.float32) for x in (shape, *held)]
 
-        def pull(state, given, store=store):
-            return state, store.pull("table", given["ids"], capacity=args.ids)
+        def pull(ids, rows, grad, store=store):
+            return store.pull("table", ids, capacity=args.ids)
 
-        def take(state, given, columns=columns):
-            return state, np.take(columns[0], given["ids"], axis=0)
+        def take(ids, rows, grad, columns=columns):
+            return np.take(columns[0], ids, axis=0)
 
-        def push(state, given, store=store):
-            store.push("table", given["grad"])
-            return state, ()
+        def push(ids, rows, grad, store=store):
+            store.push("table", grad)
 
-        def assign(state, given, columns=columns):
+        def assign(ids, rows, grad, columns=columns):
             for column in columns:
-                column[given["rows"]] = np.take(column, given["rows"], axis=0)
-            return state, ()
+                column[rows] = np.take(column, rows, axis=0)
 
-        cases = {f"push, {optimizer}": {"ours": push, "numpy": assign}}
-        if number < len(SKEWS):
-            cases["pull"] = {"ours": pull, "numpy": take}
-        for name, sides in cases.items():
-            draw = functools.partial(inputs, skew == "zipf")
-            record = timing.compare(args, sides, (), draw)
-            yield {"case": "rows", "operation": name, "ids": skew} | record
+        for skew in SKEWS:
+            yield time_sides(f"push, {name}", skew, push, assign)
+            if number == 0:
+                yield time_sides("pull", skew, pull, take)
 
 
 # ------------------------------------------------------------------ steps
 
 # Each way to train is `f(batches) -> losses`, with a table, parameters and state of its
 # own.
+
+TABLE_TX, LAYERS_TX = sj.optim.adagrad(0.01), optax.adam(1e-3)
+BOTH_TX = optax.partition(
+    {"table": TABLE_TX, "layers": LAYERS_TX}, {"table": "table", "layers": "layers"}
+)
 
 
 def make_layers(dim: int) -> list[jax.Array]:
@@ -140,21 +141,9 @@ def network_loss(params: Any, ids: jax.Array) -> jax.Array:
     return jnp.mean((x - jnp.float32(1)) ** 2)
 
 
-def table_tx() -> optax.GradientTransformation:
-    """The optimizer of the table in every way."""
-    return sj.optim.adagrad(0.01)
-
-
-def whole_tx() -> optax.GradientTransformation:
-    """The optimizer of both, where the table is updated on the device."""
-    parts: Any = {"table": table_tx(), "layers": optax.adam(1e-3)}
-    return optax.partition(parts, {name: name for name in parts})
-
-
 def train_whole(args: argparse.Namespace) -> Callable:
     """Trains with the table on the device."""
-    tx = sj.optim.lazy(whole_tx())
-    tables = {"table": True, "layers": None}
+    tx, tables = sj.optim.lazy(BOTH_TX), {"table": True, "layers": None}
     gradient = sj.value_and_grad(network_loss, tables=tables)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -180,20 +169,20 @@ def train_whole(args: argparse.Namespace) -> Callable:
 
 def train_pulled(args: argparse.Namespace, is_prefetched: bool) -> Callable:
     """Trains on rows that are pulled for each batch, and pushes their gradients."""
-    store = make_store(args.rows, args.dim, table_tx())
-    tx, layers = optax.adam(1e-3), make_layers(args.dim)
-    state = tx.init(layers)
+    store = make_store(args.rows, args.dim, TABLE_TX)
+    layers, capacity = make_layers(args.dim), args.ids // 4
+    state = LAYERS_TX.init(layers)
 
     @jax.jit
     def step(table, layers, state, ids):
         params = {"table": table, "layers": layers}
         loss, grads = sj.value_and_grad(network_loss)(params, ids)
-        updates, state = tx.update(grads["layers"], state, layers)
+        updates, state = LAYERS_TX.update(grads["layers"], state, layers)
         return grads["table"], optax.apply_updates(layers, updates), state, loss
 
     def run(batches):
         nonlocal layers, state
-        losses, capacity = [], args.ids // 4
+        losses = []
         if is_prefetched:
             pairs = store.prefetch(batches, lambda ids: ids, capacity=capacity)
         else:
@@ -210,11 +199,11 @@ def train_pulled(args: argparse.Namespace, is_prefetched: bool) -> Callable:
 
 def train_tree(args: argparse.Namespace, path: Any = None) -> Callable:
     """Trains a tree that holds a table in a file, or a twentieth of its rows."""
-    store = make_store(args.rows, args.dim, table_tx(), path)
-    table, tx = store["table"], optax.adam(1e-3)
+    store = make_store(args.rows, args.dim, TABLE_TX, path)
+    table, tx = store["table"], LAYERS_TX
     if path is None:
         height = max(args.rows // 20, args.ids // 4)
-        table, tx = sj.store.CachedTable(store, "table", height).table, whole_tx()
+        table, tx = sj.store.CachedTable(store, "table", height).table, BOTH_TX
     params = {"table": table, "layers": make_layers(args.dim)}
     step, state = store.train_step(network_loss, tx), tx.init(params)
 
@@ -227,27 +216,6 @@ def train_tree(args: argparse.Namespace, path: Any = None) -> Callable:
         return losses
 
     return run
-
-
-def train_block(args: argparse.Namespace, path: Any) -> Callable:
-    """Trains a SparseBlock, which lists its ids itself, on a table in a file."""
-
-    class Block(sj.nn.SparseBlock):
-        def row_ids(self, inputs):
-            return {"table": inputs}
-
-        def sparse_forward(self, tables, params, inputs):
-            return network_loss({"table": tables["table"], "layers": params}, inputs)
-
-    store = make_store(args.rows, args.dim, table_tx(), path)
-    trainer = sj.nn.Trainer(
-        Block(),
-        store,
-        lambda loss, _: loss,
-        optax.adam(1e-3),
-        params=make_layers(args.dim),
-    )
-    return lambda batches: [trainer.step(ids) for ids in batches]
 
 
 def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -266,7 +234,6 @@ def steps(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "prefetched": train_pulled(args, is_prefetched=True),
             "cached": train_tree(args),
             "stored": train_tree(args, pathlib.Path(folder, "stored")),
-            "block": train_block(args, pathlib.Path(folder, "block")),
         }
         first = batches(True)
         losses = {name: way(first) for name, way in ways.items()}
@@ -291,9 +258,10 @@ def index(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield drift(args)
 
 
-def spread_out(numbers: np.ndarray) -> np.ndarray:
+def spread_out(numbers: np.ndarray) -> jax.Array:
     """Distinct keys for distinct numbers, over all 32 bits."""
-    return (numbers.astype(np.uint64) * 0x9E3779B1 & 0xFFFFFFFF).astype(np.uint32)
+    keys = numbers.astype(np.uint64) * 0x9E3779B1 & 0xFFFFFFFF
+    return jnp.asarray(keys.astype(np.uint32))
 
 
 def index_times(args: argparse.Namespace) -> dict[str, Any]:
@@ -303,17 +271,14 @@ def index_times(args: argparse.Namespace) -> dict[str, Any]:
     def inputs():
         known, new = rng.integers(0, v // 2, n), rng.integers(v, 1 << 32, n)
         mixed = np.where(rng.random(n) < 0.02, new, known)
-        drawn = {"known": known, "mixed": mixed, "new": new}
-        made = {name: spread_out(x) for name, x in drawn.items()}
-        made["rows"] = rng.integers(0, v, n, np.int32)
-        return jax.block_until_ready(jax.tree.map(jnp.asarray, made))
+        keys = {"known": known, "mixed": mixed, "new": new}
+        rows = jnp.asarray(rng.integers(0, v, n, np.int32))
+        return {name: spread_out(x) for name, x in keys.items()} | {"rows": rows}
 
     full = sj.HashIndex.create(v, max_evictions=4096)
     insert = jax.jit(sj.HashIndex.insert, donate_argnums=0)
     for start in range(0, v, n):
-        full, _, _ = insert(
-            full, jnp.asarray(spread_out(np.arange(start, start + n) % v)), 0
-        )
+        full, _, _ = insert(full, spread_out(np.arange(start, start + n) % v), 0)
     state: dict[str, Any] = {"step": jnp.zeros((), jnp.uint32)}
     for name, most in (("known", 4096), ("mixed", 4096), ("new", None)):
         copy = jax.tree.map(jnp.copy, full)  # each is donated
@@ -349,8 +314,7 @@ def drift(args: argparse.Namespace) -> dict[str, Any]:
     each key, an index of a quarter of the rows, or keys hashed to as many rows. The
     loss is of examples before they are trained on.
     """
-    rng = np.random.default_rng(0)
-    shape = (16 * args.repeats, 1_024, 8)
+    rng, shape = np.random.default_rng(0), (16 * args.repeats, 1_024, 8)
     popular = np.floor(2 ** (13 * rng.random(shape))).astype(np.int64)
     is_old = rng.random(shape) < 0.02
     ages = np.where(is_old, rng.integers(0, 1 << 15, shape), popular)
@@ -393,12 +357,13 @@ def drift(args: argparse.Namespace) -> dict[str, Any]:
         _, losses = jax.jit(functools.partial(lax.scan, body))(carry, given)
         return float(np.mean(np.asarray(losses)[len(losses) // 2 :]))
 
+    few = distinct // 4
     loss = {
         "all rows": train(distinct, "dict"),
-        "lru": train(distinct // 4, "index"),
-        "lru, admitted at 2": train(distinct // 4, "index", admit_after=2),
-        "lfu": train(distinct // 4, "index", policy="lfu"),
-        "hashed": train(distinct // 4, "hashed"),
+        "lru": train(few, "index"),
+        "lru, admitted at 2": train(few, "index", admit_after=2),
+        "lfu": train(few, "index", policy="lfu"),
+        "hashed": train(few, "hashed"),
     }
     ratio = {name: x / loss["all rows"] for name, x in loss.items()}
     return {"case": "drift", "keys": distinct, "loss": loss, "ratio": ratio}
@@ -411,8 +376,7 @@ CASES = {"rows": rows, "steps": steps, "index": index}
 
 def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The records of all cases."""
-    for name in args.cases:
-        yield from CASES[name](args)
+    return itertools.chain.from_iterable(CASES[name](args) for name in args.cases)
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -431,15 +395,9 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes."""
-    parser.add_argument("--cases", nargs="+", default=tuple(CASES), choices=CASES)
+    names = [*OPTIMIZERS]
+    parser.add_argument("--cases", nargs="+", default=[*CASES], choices=CASES)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--dim", type=int, default=32, help="columns of the table")
     parser.add_argument("--ids", type=int, default=65_536, help="of a pull")
-    parser.add_argument(
-        "--optimizers", nargs="+", default=tuple(OPTIMIZERS), choices=OPTIMIZERS
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
-    return timing.run("store", __doc__, argv, options, cases, failures)
+    parser.add_argument("--optimizers", nargs="+", default=names, choices=names)

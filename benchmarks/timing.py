@@ -2,8 +2,7 @@
 
 - Programs take turns, so that other work of the machine affects all of them. Each round
   has another order, because a program leaves its caches and threads to the next one.
-  Reported are medians and the ratio of the medians.
-- Compiling is timed separately.
+  Reported are medians and the ratio of the medians. Compiling is timed separately.
 - A turn begins when the process is idle: a program may still free gigabytes of
   temporaries after its results are ready. The first run of a turn is not timed: it
   brings the caches into the state that this program leaves them in, as in a training
@@ -25,7 +24,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -36,17 +35,11 @@ import numpy as np
 
 
 class Compiled(NamedTuple):
-    """A compiled program, with statistics from its compilation.
-
-    Args:
-      run: the program.
-      seconds: of tracing, lowering and compiling.
-      temp_bytes: the peak memory of its temporaries, -1 if the backend does not tell.
-    """
+    """A compiled program, the seconds of tracing and compiling, its temporaries."""
 
     run: Callable[..., Any]
     seconds: float
-    temp_bytes: int
+    temp_bytes: int  # -1 if the backend does not tell
 
 
 def compile_apart(jitted: Any, *args: Any) -> Compiled:
@@ -87,23 +80,18 @@ def alternate(
         random.Random(number).shuffle(order)
         for name, program in order:
             _wait_for_rest()
-            state, _ = _timed(program, state, inputs)
-            state, taken = _timed(program, state, inputs)
+            for _ in range(2):
+                given = jax.block_until_ready(inputs())
+                start = time.perf_counter()
+                state, _ = jax.block_until_ready(program(state, given))
+                taken = time.perf_counter() - start
             times[name].append(taken)
     return times, state
 
 
-def _timed(program: Callable, state: Any, inputs: Callable) -> tuple[Any, float]:
-    given = jax.block_until_ready(inputs())
-    start = time.perf_counter()
-    state, _ = jax.block_until_ready(program(state, given))
-    return state, time.perf_counter() - start
-
-
-def _wait_for_rest(most: float = 5.0) -> None:
-    """Waits until no thread of this process is running, at most `most` seconds."""
-    step = 0.002
-    for _ in range(int(most / step)):
+def _wait_for_rest(step: float = 0.002) -> None:
+    """Waits until no thread of this process is running, at most five seconds."""
+    for _ in range(int(5.0 / step)):
         before = time.process_time()
         time.sleep(step)
         if time.process_time() - before < step / 4:
@@ -119,48 +107,24 @@ def compare(
     steps: int = 1,
     compiled: Mapping[str, Compiled] = {},
 ) -> dict[str, Any]:
-    """Times programs in turn, as long as `args` says: one record.
+    """Times programs in turn, `steps` in a run, as long as `args` says: one record.
 
-    Args:
-      args: `repeats` and `seconds` of the command line.
-      programs, state, inputs: see `alternate`.
-      steps: of one run; the times of one step are recorded.
-      compiled: the programs that were compiled apart.
-
-    Returns:
-      By program: `ms`, the median; `best_ms`, of the fastest run; `spread`;
-      `compile_s` and `temp_mb`. `ratio` and `best_ratio` are how many times as long as
-      "ours" the others take.
+    By program it has `ms`, the median of a step; `best_ms`, of the fastest run;
+    `compile_s` and `temp_mb`. `ratio` and `best_ratio` are how many times as long as
+    "ours" the others take.
     """
-    limits = {"repeats": args.repeats, "seconds": args.seconds}
-    times, _ = alternate(programs, state, inputs, **limits)
-    per_step = 1e3 / steps
-    ms = {name: per_step * statistics.median(x) for name, x in times.items()}
-    best = {name: per_step * min(x) for name, x in times.items()}
-    return {
-        "ms": ms,
-        "best_ms": best,
-        "ratio": ratios(ms),
-        "best_ratio": ratios(best),
-        "spread": {name: spread(x) for name, x in times.items()},
-        "compile_s": {name: x.seconds for name, x in compiled.items()},
-        "temp_mb": {name: x.temp_bytes / 1e6 for name, x in compiled.items()},
-        "repeats": len(next(iter(times.values()))),
-    }
-
-
-def ratios(ms: Mapping[str, float]) -> dict[str, float]:
-    """How many times as long as "ours" the other sides take."""
-    ours = ms.get("ours")
-    return {} if ours is None else {k: x / ours for k, x in ms.items() if k != "ours"}
-
-
-def spread(times: Sequence[float]) -> float:
-    """Half of the middle half of the times, relative to their median."""
-    if len(times) < 2:
-        return 0.0
-    low, middle, high = statistics.quantiles(times, n=4)
-    return (high - low) / 2 / middle
+    times, _ = alternate(
+        programs, state, inputs, repeats=args.repeats, seconds=args.seconds
+    )
+    record: dict[str, Any] = {}
+    for prefix, of in (("", statistics.median), ("best_", min)):
+        ms = {name: 1e3 / steps * of(x) for name, x in times.items()}
+        others = [name for name in ms if "ours" in ms and name != "ours"]
+        record[f"{prefix}ms"] = ms
+        record[f"{prefix}ratio"] = {name: ms[name] / ms["ours"] for name in others}
+    record["compile_s"] = {name: x.seconds for name, x in compiled.items()}
+    record["temp_mb"] = {name: x.temp_bytes / 1e6 for name, x in compiled.items()}
+    return record
 
 
 # ------------------------------------------------------------------ machine and ids
@@ -180,20 +144,20 @@ def machine() -> dict[str, Any]:
     }
 
 
-def free_bytes() -> int | None:
-    """Memory available without swapping, or None where Linux does not tell."""
+def free_bytes() -> float:
+    """Memory available without swapping, infinite where Linux does not tell."""
     line = _line_of("/proc/meminfo", "MemAvailable")
-    return int(line.split()[0]) * 1024 if line else None
+    return int(line.split()[0]) * 1024 if line else float("inf")
 
 
-def _line_of(path: str, name: str) -> str | None:
+def _line_of(path: str, name: str) -> str:
     """The value of the first line `name: value` of a file."""
     try:
         lines = pathlib.Path(path).read_text().splitlines()
     except OSError:
-        return None
+        return ""
     values = (x.partition(":")[2].strip() for x in lines if x.startswith(name))
-    return next(values, None)
+    return next(values, "")
 
 
 def make_ids(count: int, rows: int, zipf: bool, rng: np.random.Generator) -> np.ndarray:
@@ -207,53 +171,48 @@ def make_ids(count: int, rows: int, zipf: bool, rng: np.random.Generator) -> np.
 # ------------------------------------------------------------------ command line
 
 
-def run(
-    name: str,
-    doc: str | None,
-    argv: Sequence[str] | None,
-    options: Callable[[argparse.ArgumentParser], None],
-    cases: Callable[[argparse.Namespace], Iterable[dict[str, Any]]],
-    failures: Callable[[Sequence[dict[str, Any]]], list[str]],
-    finish: Callable[..., Any] | None = None,
-    about: Callable[[], dict[str, Any]] = machine,
-) -> int:
-    """Runs a benchmark: parses options, prints a line a record, checks the claims.
-
-    Args:
-      name, doc: of the benchmark; `--help` prints both.
-      argv: the arguments after the name.
-      options: adds the benchmark's own options.
-      cases: yields a record for each case.
-      failures: the claims that do not hold, for `--check`.
-      finish: called with the arguments and all records.
-      about: facts that are printed, and recorded with each case.
-
-    Returns:
-      The exit status: 1 if a claim does not hold.
-    """
-    parser = argparse.ArgumentParser(
+def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose `--help` prints the benchmark's docstring."""
+    return argparse.ArgumentParser(
         prog=f"python -m benchmarks {name}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def run(name: str, benchmark: Any, argv: Sequence[str]) -> int:
+    """Runs a benchmark: parses options, prints a line a record, checks the claims.
+
+    Args:
+      name: of the benchmark.
+      benchmark: a module with `options(parser)`, which adds its own options;
+        `cases(args)`, which yields a record for each case; and `failures(records)`, the
+        claims that do not hold. It may have `finish(args, records)`, and `about()`,
+        facts that are recorded with each case, in place of `machine`.
+      argv: the arguments after the name.
+
+    Returns:
+      The exit status: 1 if `--check` is given and a claim does not hold.
+    """
+    parser = parser_of(name, benchmark.__doc__)
     parser.add_argument("--repeats", type=int, default=25, help="timed runs, at most")
     parser.add_argument("--seconds", type=float, default=5.0, help="of a case, about")
     parser.add_argument("--json", metavar="FILE", help="append a JSON line a case")
     parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
-    options(parser)
+    benchmark.options(parser)
     args = parser.parse_args(argv)
-    facts = about()
+    facts = getattr(benchmark, "about", machine)()
     print("  ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     records = []
-    for record in cases(args):
+    for record in benchmark.cases(args):
         records.append(record)
         print(line(record), flush=True)
         if args.json:
             with open(args.json, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"benchmark": name, **facts, **record}) + "\n")
-    if finish:
-        finish(args, records)
-    wrong = failures(records) if args.check else []
+    if hasattr(benchmark, "finish"):
+        benchmark.finish(args, records)
+    wrong = benchmark.failures(records) if args.check else []
     for text in wrong:
         print(f"does not hold: {text}", file=sys.stderr)
     return 1 if wrong else 0

@@ -59,7 +59,7 @@ autodoc_typehints = "none"  # "Args:" says more than they do
 autodoc_default_options = {
     "members": True,
     "special-members": "__call__",
-    # What pytrees need, and fields that would show the text of JAX's initializers.
+    # Methods of pytrees, and fields that would show the text of JAX's initializers.
     "exclude-members": "tree_flatten, tree_flatten_with_keys, tree_unflatten, "
     "param_dtype, "
     "embedding_init, initializer, bias_init, linear_init, kernel_init",
@@ -98,7 +98,7 @@ html_additional_pages = {"index": "to_index.html"}
 
 
 def _formulas_as_they_stand(app, what, name, obj, options, lines):
-    """What is indented in a docstring's text is a formula, or code: a literal block."""
+    """Makes a literal block of an indented part of a docstring: a formula, or code."""
     end = next((k for k, line in enumerate(lines) if _SECTION.match(line)), len(lines))
     for k in reversed(range(1, end)):
         if not lines[k].startswith("  ") or lines[k - 1].strip():
@@ -115,7 +115,7 @@ def _before(lines, k):
 
 
 def _returns_have_no_type(app, what, name, obj, options, lines):
-    """What stands before a colon in "Returns:" is no type: it may be half a shape.
+    """The words before a colon in "Returns:" are no type: they may be half a shape.
 
     napoleon cuts the first line of the section at its first colon. This gives it one of
     its own, with nothing before it.

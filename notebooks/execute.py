@@ -54,7 +54,7 @@ def execute(
                 for output in cell.outputs:
                     if "execution_count" in output:
                         output["execution_count"] = number
-            # Of the kernel only what does not change with the machine.
+            # The rest of the kernel's metadata changes with the machine.
             notebook.metadata["language_info"] = {"name": "python"}
             yield notebook
 

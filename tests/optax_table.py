@@ -2,7 +2,7 @@
 
     python tests/optax_table.py
 
-What is exact, lazy or refused is read from the program of each of them; the reason and
+The program of each of them says whether it is exact, lazy or refused; the reason and
 the alternative are written here. `tests/optim/test_separability.py` makes the page
 again and compares, and checks that no transformation of optax is missing.
 """

@@ -1,51 +1,62 @@
 """Training steps of whole models, each written as its users write it.
 
-A file a model. It has
+A file a model, `torch_side.py` for all of them in PyTorch. A model has
 
 - `make(rng) -> params`: the parameters, NumPy arrays of real sizes;
 - `batches(rng) -> dict`: one batch; the ids of every call differ;
-- `loss(params, batch, read) -> scalar`: the model, where `read(table, ids)` is one of
-  the ways in `READS`;
-- `optimizer() -> optax.GradientTransformation`.
+- `loss(params, batch, read) -> scalar`: the model, where `read` is `table[ids]`, or
+  returns rows that are constants;
+- `tx`: its optimizer.
 
-`python -m benchmarks models --help` times them; see `benchmarks/models/__main__.py`.
+`python -m benchmarks models --help` times them. Below is what several models share.
 """
 
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
-
-import sparsejax as sj
-
-
-NAMES = (
-    "skip_gram",
-    "factorization",
-    "dlrm",
-    "bags",
-    "knowledge_graph",
-    "two_towers",
-    "sequence",
-    "language",
-    "graph",
-)
-# 12 GiB and more: for a GPU, not timed unless they are named.
-LARGE = ("ten_tables", "ten_tables_sgd")
+import numpy as np
+import optax
 
 
-def _embed(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Reads rows by a layer of flax that holds the table."""
-    rows, dim = table.shape
-    layer = nnx.Embed(rows, dim, embedding_init=lambda *_: table, rngs=nnx.Rngs(0))
-    return layer(ids)
+class Model(NamedTuple):
+    """A model that is not a file of its own."""
+
+    make: Any
+    batches: Any
+    loss: Any
+    tx: optax.GradientTransformation
 
 
-# Every way of reading rows that the README names.
-READS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "index": lambda table, ids: table[ids],
-    "take": lambda table, ids: jnp.take(table, ids, axis=0),
-    "lookup": sj.lookup,
-    "nnx": _embed,
-}
+def normal(rng: np.random.Generator, *shape: int, scale: float = 0.1) -> np.ndarray:
+    """Normal numbers."""
+    return scale * rng.standard_normal(shape, np.float32)
+
+
+def dense(
+    rng: np.random.Generator, inputs: int, outputs: int, scale: float = 0.1
+) -> dict[str, np.ndarray]:
+    """A dense layer: a kernel [inputs, outputs] and a bias."""
+    kernel = normal(rng, inputs, outputs, scale=scale)
+    return {"kernel": kernel, "bias": np.zeros(outputs, np.float32)}
+
+
+def apply_dense(layer: dict[str, Any], x: Any) -> Any:
+    return x @ layer["kernel"] + layer["bias"]
+
+
+def zipf(rng: np.random.Generator, count: int, *shape: int) -> np.ndarray:
+    """Ids by Zipf's law."""
+    return (count ** rng.random(shape) - 1).astype(np.int32)
+
+
+def cross_entropy(logits: Any, labels: Any) -> Any:
+    """The mean over examples."""
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.mean(losses)
+
+
+def sampled_cross_entropy(queries: Any, positive: Any, negatives: Any) -> Any:
+    """The loss of a row for each query, among it and rows that are drawn for all."""
+    score = jnp.sum(queries * positive, axis=1, keepdims=True)
+    logits = jnp.concatenate([score, queries @ negatives.T], axis=1)
+    return cross_entropy(logits, jnp.zeros(len(queries), jnp.int32))

@@ -1,9 +1,9 @@
 """Times a training step of each model, the sides in processes of their own, in turns.
 
     python -m benchmarks models
-    python -m benchmarks models --names dlrm bags --reads index --sides ours ours+pages
+    python -m benchmarks models --names dlrm bags --sides ours ours+pages
     python -m benchmarks models --trees OLD_CHECKOUT . --sides ours+pages
-    pip install torch flax && python -m benchmarks models --sides ours dense torch
+    pip install torch && python -m benchmarks models --sides ours dense torch
     python -m benchmarks models --check
 
 Sides:
@@ -13,7 +13,7 @@ Sides:
     dense        plain jax.value_and_grad and optax
     dense+pages  the same, after sj.cpu.keep_freed_pages()
     rest+pages   plain JAX without tables: the rows that are read are constants
-    torch        the model's file in PyTorch, NAME_torch.py
+    torch        the model in PyTorch, of torch_side.py
     torch+pages  the same, after sj.cpu.keep_freed_pages()
     torch-rest   PyTorch without tables
 
@@ -29,9 +29,8 @@ tables.
 """
 
 import argparse
-import importlib
-import itertools
 import json
+import operator
 import pathlib
 import random
 import statistics
@@ -48,7 +47,32 @@ import optax
 
 import sparsejax as sj
 from benchmarks import timing
-from benchmarks.models import LARGE, NAMES, READS
+from benchmarks.models import (
+    bags,
+    dlrm,
+    factorization,
+    graph,
+    knowledge_graph,
+    skip_gram,
+    ten_tables,
+    transformer,
+    two_towers,
+)
+
+
+MODELS: dict[str, Any] = {
+    "skip_gram": skip_gram,
+    "factorization": factorization,
+    "dlrm": dlrm,
+    "bags": bags,
+    "knowledge_graph": knowledge_graph,
+    "two_towers": two_towers,
+    "sequence": transformer.model(transformer.SASREC),
+    "language": transformer.model(transformer.LANGUAGE),
+    "graph": graph,
+}
+# 12 GiB and more: for a GPU, not timed unless they are named.
+LARGE = {"ten_tables": ten_tables.ADAM, "ten_tables_sgd": ten_tables.SGD}
 
 
 SIDES = (
@@ -57,22 +81,25 @@ SIDES = (
 )
 CHECKED = ("ours", "ours+pages", "rest+pages", "torch", "torch+pages", "torch-rest")
 MIN, MIN_WITH_PAGES, MIN_OF_TABLES = 1.0, 1.3, 2.0
-_ROOT = pathlib.Path(__file__).parent.parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 # ------------------------------------------------------------------ one side
 
 
-def serve(name: str, read: str, side: str) -> None:
+def serve(name: str, side: str) -> None:
     """Compiles the step of one side, then runs as many as each line of stdin says."""
     if side.endswith("+pages") and not sj.cpu.keep_freed_pages():
         raise SystemExit("the allocator is not glibc's: it cannot keep freed pages")
 
-    model = importlib.import_module(f"benchmarks.models.{name}")
-    rng = np.random.default_rng(0)
-    params = model.make(rng)
-    make_step = _torch_step if side.startswith("torch") else _jax_step
-    step, put, about = make_step(model, name, params, model.batches(rng), read, side)
+    model, rng, about = (MODELS | LARGE)[name], np.random.default_rng(0), {}
+    params, first = model.make(rng), model.batches(rng)
+    if side.startswith("torch"):
+        from benchmarks.models import torch_side
+
+        step, put = torch_side.make_step(name, params, side != "torch-rest")
+    else:
+        step, put, about = _jax_step(model, params, first, side)
     about["loss"] = float(step(put(model.batches(rng))))
     print(json.dumps(about), flush=True)
     for line in sys.stdin:
@@ -81,22 +108,19 @@ def serve(name: str, read: str, side: str) -> None:
             batch = put(model.batches(rng))
             start = time.perf_counter()
             step(batch)
-            times.append(time.perf_counter() - start)
+            times.append(1e3 * (time.perf_counter() - start))
         # The first steps of a round bring the caches back that other processes used.
-        print(json.dumps([1e3 * t for t in times[2:]]), flush=True)
+        print(json.dumps(times[2:]), flush=True)
 
 
-def _jax_step(model, name, params, first, read, side):
+def _jax_step(model, params, first, side):
     """A step `batch -> loss` that ends when its results are ready; `put`; facts."""
-    tx, differentiate = model.optimizer(), jax.value_and_grad
+    tx, differentiate, more = model.tx, jax.value_and_grad, {}
     if side.startswith("ours"):
         tx, differentiate = sj.optim.lazy(tx), sj.value_and_grad
-
-    def loss(params, batch):
-        return model.loss(params, batch, READS[read])
-
+    loss = lambda params, batch: model.loss(params, batch, operator.getitem)
     if side.startswith("rest"):
-        loss, params, rows = _without_tables(model, params, first)
+        loss, params, more["rows"] = _without_tables(model, params, first)
 
     def train_step(params, state, batch):
         value, grads = differentiate(loss)(params, batch)
@@ -104,8 +128,7 @@ def _jax_step(model, name, params, first, read, side):
         return optax.apply_updates(params, updates), state, value
 
     def put(batch):
-        batch = batch | {"rows": rows} if side.startswith("rest") else batch
-        return jax.block_until_ready(jax.device_put(batch))
+        return jax.block_until_ready(jax.device_put(batch | more))
 
     def step(batch):
         nonlocal params, state
@@ -116,11 +139,8 @@ def _jax_step(model, name, params, first, read, side):
     state = jax.jit(tx.init)(params)
     jitted = jax.jit(train_step, donate_argnums=(0, 1))
     compiled = timing.compile_apart(jitted, params, state, put(first))
-    return (
-        step,
-        put,
-        {"compile_s": compiled.seconds, "temp_mb": {"step": compiled.temp_bytes / 1e6}},
-    )
+    temporaries = {"step": compiled.temp_bytes / 1e6}
+    return step, put, {"compile_s": compiled.seconds, "temp_mb": temporaries}
 
 
 def _without_tables(model, params, batch):
@@ -148,65 +168,44 @@ def _without_tables(model, params, batch):
     return loss, treedef.unflatten(kept), rows
 
 
-def _torch_step(model, name, params, first, read, side):
-    """The same of the model in PyTorch."""
-    from benchmarks.models import torch_side
-
-    step, put = torch_side.make_step(name, params, has_tables=side != "torch-rest")
-    return step, put, {}
-
-
 class _Process:
     """A side in a process of its own, which `serve` runs."""
 
-    def __init__(self, tree: str, name: str, read: str, side: str):
+    def __init__(self, tree: str, name: str, side: str):
         # The package of that checkout, the models of this one.
         code = (
             f"import sys; sys.path[0] = {str(pathlib.Path(tree).resolve())!r}\n"
-            f"import sparsejax; sys.path[0] = {str(_ROOT)!r}\n"
-            f"from benchmarks.models.__main__ import serve; serve{name, read, side}"
+            f"import sparsejax; sys.path[0] = {str(ROOT)!r}\n"
+            f"from benchmarks.models.__main__ import serve; serve{name, side}"
         )
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([sys.executable, "-c", code], **pipes)
         self.times: list[float] = []
         self.about: dict[str, Any] = self._read()  # once the step is compiled
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"a side ended with {self._process.wait()}, see above")
+            raise SystemExit(f"a side ended with {self.process.wait()}, see above")
         return json.loads(line)
 
     def run(self, steps: int) -> None:
         """Runs and times that many steps."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(f"{steps}\n")
-        self._process.stdin.flush()
+        print(steps, file=self.process.stdin, flush=True)
         self.times += self._read()
-
-    def close(self) -> None:
-        """Ends the process."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
 
 
 # ------------------------------------------------------------------ all sides
 
 
-def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, Any]]:
+def measure(args: argparse.Namespace, name: str) -> Iterator[dict[str, Any]]:
     """A record for each tree and side: the median step and the ratio to the first."""
     sides = [(tree, side) for side in args.sides for tree in args.trees]
     processes: dict[tuple[str, str], _Process] = {}
     try:
         for tree, side in sides:
             # One compiles after the other, since that is timed too.
-            processes[tree, side] = _Process(tree, name, read, side)
+            processes[tree, side] = _Process(tree, name, side)
         for number in range(args.repeats):
             order = list(processes.values())
             random.Random(number).shuffle(order)
@@ -214,70 +213,55 @@ def measure(args: argparse.Namespace, name: str, read: str) -> list[dict[str, An
                 process.run(args.steps)
     finally:
         for process in processes.values():
-            process.close()
+            process.process.communicate()
     losses = {k: p.about["loss"] for k, p in processes.items() if "rest" not in k[1]}
     if losses and max(losses.values()) - min(losses.values()) > 1e-3:
         raise SystemExit(f"{name}: the losses of the first batch differ: {losses}")
     medians = {k: statistics.median(p.times) for k, p in processes.items()}
-    return [
-        {
-            "model": name,
-            "read": read,
-            "side": side,
-            "tree": tree,
-            "ms": {"step": medians[tree, side]},
-            "ratio": {"to the first": medians[tree, side] / medians[sides[0]]},
-            **processes[tree, side].about,
-        }
-        for tree, side in sides
-    ]
+    for (tree, side), ms in medians.items():
+        ratio = {"to the first": ms / medians[sides[0]]}
+        case = {"model": name, "side": side, "tree": tree}
+        times = {"ms": {"step": ms}, "ratio": ratio}
+        yield case | times | processes[tree, side].about
+
+
+def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A record for each model, side and checkout."""
+    if args.check:
+        args.sides = CHECKED
+    for name in args.names:
+        yield from measure(args, name)
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
     """The claims that do not hold; prints the table of README and of performance.md."""
     wrong = []
     print("\n| model | as installed | freed pages kept | PyTorch | without tables |")
-    for name, read in dict.fromkeys((r["model"], r["read"]) for r in records):
-        mine = [r for r in records if (r["model"], r["read"]) == (name, read)]
-        ms = {r["side"]: r["ms"]["step"] for r in mine}
+    for name in dict.fromkeys(r["model"] for r in records):
+        ms = {r["side"]: r["ms"]["step"] for r in records if r["model"] == name}
         peer = min(ms["torch"], ms["torch+pages"])
         tables = ms["ours+pages"] - ms["rest+pages"]
         shown = ms["ours"], ms["ours+pages"], peer, ms["rest+pages"]
-        print(f"| {name}, {read} | {' | '.join(f'{x:.1f}' for x in shown)} |")
+        print(f"| {name} | {' | '.join(f'{x:.1f}' for x in shown)} |")
         for case, ratio, least in (
             ("as installed", peer / ms["ours"], MIN),
             ("with pages kept", peer / ms["ours+pages"], MIN_WITH_PAGES),
             ("of the tables", (peer - ms["torch-rest"]) / tables, MIN_OF_TABLES),
         ):
             if ratio < least:
-                wrong.append(f"{name}, {read}, {case}: {ratio:.2f}, claimed {least}")
+                wrong.append(f"{name}, {case}: {ratio:.2f}, claimed {least}")
     return wrong
-
-
-def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A record for each model, way to read, side and checkout."""
-    if args.check:
-        args.sides = CHECKED
-    for name, read in itertools.product(args.names, args.reads):
-        yield from measure(args, name, read)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the models and their sides."""
     parser.set_defaults(repeats=7)  # rounds
-    parser.add_argument("--names", nargs="+", choices=[*NAMES, *LARGE], default=NAMES)
-    parser.add_argument("--reads", nargs="+", choices=[*READS], default=[*READS])
+    names = [*MODELS, *LARGE]
+    parser.add_argument("--names", nargs="+", choices=names, default=[*MODELS])
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--trees", nargs="+", default=["."], help="checkouts")
     parser.add_argument("--steps", type=int, default=10, help="of each round")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 if `--check` is given and a claim does not hold."""
-    # This process leaves the device, and its memory, to the processes of the sides.
-    benchmark = "models", __doc__, argv, options, cases, failures
-    return timing.run(*benchmark, about=dict)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+# This process leaves the device, and its memory, to the processes of the sides.
+about = dict

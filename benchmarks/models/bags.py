@@ -4,22 +4,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import apply_dense, cross_entropy, dense, normal, zipf
+
 
 WORDS, DIM, TEXTS, LENGTH, LABELS = 1_000_000, 100, 4_096, 20, 16
+tx = optax.adagrad(0.1)
 
 
 def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """The vectors of words, and a linear layer."""
-    return {
-        "words": 0.1 * rng.standard_normal((WORDS, DIM), np.float32),
-        "kernel": rng.standard_normal((DIM, LABELS), np.float32) / DIM**0.5,
-        "bias": np.zeros(LABELS, np.float32),
-    }
+    return {"words": normal(rng, WORDS, DIM), **dense(rng, DIM, LABELS, DIM**-0.5)}
 
 
 def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Texts of up to 20 words by Zipf's law, and labels."""
-    ids = (WORDS ** rng.random((TEXTS, LENGTH)) - 1).astype(np.int32)
+    ids = zipf(rng, WORDS, TEXTS, LENGTH)
     lengths = rng.integers(LENGTH // 2, LENGTH + 1, (TEXTS, 1))
     weights = (np.arange(LENGTH) < lengths) / lengths
     labels = rng.integers(0, LABELS, TEXTS, np.int32)
@@ -30,10 +29,4 @@ def loss(params, batch, read):
     """Mean cross entropy of a linear layer on the mean of a text's words."""
     rows = read(params["words"], batch["ids"])
     means = jnp.sum(rows * batch["weights"][..., None], axis=1)
-    logits = means @ params["kernel"] + params["bias"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    return jnp.mean(losses)
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.adagrad(0.1)
+    return cross_entropy(apply_dense(params, means), batch["labels"])

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import apply_dense, dense, normal
+
 
 # Distinct values of the 26 categorical columns of the Criteo Kaggle data.
 CARDINALITIES = (
@@ -15,6 +17,7 @@ NUM_DENSE = 13
 DIM, BATCH = 16, 4_096
 BOTTOM = (NUM_DENSE, 512, 256, 64, DIM)
 TOP = (DIM + 27 * 26 // 2, 512, 256, 1)
+tx = optax.adagrad(0.02)
 
 
 def table_rows(cap: int) -> tuple[int, ...]:
@@ -27,12 +30,8 @@ ROWS = table_rows(1_000_000)
 
 def make(rng: np.random.Generator) -> dict[str, object]:
     """An array for each table, and the layers of both MLPs."""
-    normal = lambda n, *shape: rng.standard_normal((n, *shape), np.float32) / n**0.5
-    mlp = lambda widths: [
-        {"kernel": normal(n, m), "bias": np.zeros(m, np.float32)}
-        for n, m in zip(widths, widths[1:])
-    ]
-    tables = [0.1 * rng.standard_normal((n, DIM), np.float32) for n in ROWS]
+    mlp = lambda widths: [dense(rng, n, m, n**-0.5) for n, m in zip(widths, widths[1:])]
+    tables = [normal(rng, n, DIM) for n in ROWS]
     return {"tables": tables, "bottom": mlp(BOTTOM), "top": mlp(TOP)}
 
 
@@ -52,7 +51,7 @@ def loss(params, batch, read):
 
     def mlp(layers, x):
         for k, layer in enumerate(layers):
-            x = (jax.nn.relu(x) if k else x) @ layer["kernel"] + layer["bias"]
+            x = apply_dense(layer, jax.nn.relu(x) if k else x)
         return x
 
     x = jax.nn.relu(mlp(params["bottom"], batch["dense"]))
@@ -62,7 +61,3 @@ def loss(params, batch, read):
     i, j = np.tril_indices(len(ROWS) + 1, -1)
     logits = mlp(params["top"], jnp.concatenate([x, dots[:, i, j]], axis=1))[:, 0]
     return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, batch["clicked"]))
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.adagrad(0.02)

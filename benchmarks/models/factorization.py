@@ -5,16 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import normal, zipf
+
 
 USERS, ITEMS, DIM, BATCH = 1_000_000, 500_000, 64, 8_192
+tx = optax.adam(1e-3)
 
 
 def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Vectors and biases of users and items."""
-    normal = lambda *shape: 0.1 * rng.standard_normal(shape, np.float32)
     return {
-        "users": normal(USERS, DIM),
-        "items": normal(ITEMS, DIM),
+        "users": normal(rng, USERS, DIM),
+        "items": normal(rng, ITEMS, DIM),
         "user_bias": np.zeros((USERS, 1), np.float32),
         "item_bias": np.zeros((ITEMS, 1), np.float32),
     }
@@ -24,7 +26,7 @@ def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Users, an item that each chose, and one that it did not."""
     return {
         "user": rng.integers(0, USERS, BATCH, np.int32),
-        "chosen": (ITEMS ** rng.random(BATCH) - 1).astype(np.int32),
+        "chosen": zipf(rng, ITEMS, BATCH),
         "other": rng.integers(0, ITEMS, BATCH, np.int32),
     }
 
@@ -41,7 +43,3 @@ def loss(params, batch, read):
     chosen, other = score(batch["chosen"]), score(batch["other"])
     # The bias of a user cancels in BPR; in the penalty it does not.
     return -jnp.mean(jax.nn.log_sigmoid(chosen - other)) + 1e-4 * jnp.mean(bias**2)
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.adam(1e-3)

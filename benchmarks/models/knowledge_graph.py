@@ -5,26 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import normal
+
 
 ENTITIES, RELATIONS, DIM, TRIPLES = 1_000_000, 500, 128, 4_096
+DRAWN = {"head": ENTITIES, "relation": RELATIONS, "tail": ENTITIES}
+DRAWN |= {"other_head": ENTITIES, "other_tail": ENTITIES}
+tx = optax.adam(1e-3)
 
 
 def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """The vectors of entities and of relations."""
-    normal = lambda n: 0.3 * rng.standard_normal((n, DIM), np.float32)
-    return {"entities": normal(ENTITIES), "relations": normal(RELATIONS)}
+    sizes = {"entities": ENTITIES, "relations": RELATIONS}
+    return {name: normal(rng, n, DIM, scale=0.3) for name, n in sizes.items()}
 
 
 def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Triples, and an entity in place of each head and of each tail."""
-    draw = lambda n: rng.integers(0, n, TRIPLES, np.int32)
-    return {
-        "head": draw(ENTITIES),
-        "relation": draw(RELATIONS),
-        "tail": draw(ENTITIES),
-        "other_head": draw(ENTITIES),
-        "other_tail": draw(ENTITIES),
-    }
+    return {name: rng.integers(0, n, TRIPLES, np.int32) for name, n in DRAWN.items()}
 
 
 def loss(params, batch, read):
@@ -38,7 +36,3 @@ def loss(params, batch, read):
         + jax.nn.log_sigmoid(-score(entity("other_head"), tail))
         + jax.nn.log_sigmoid(-score(head, entity("other_tail")))
     )
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.adam(1e-3)

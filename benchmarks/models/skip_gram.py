@@ -7,6 +7,7 @@ import optax
 
 
 WORDS, DIM, PAIRS, NEGATIVES = 400_000, 100, 8_192, 5
+tx = optax.sgd(0.025)
 
 
 def make(rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -36,7 +37,3 @@ def loss(params, batch, read):
     return -jnp.mean(
         jax.nn.log_sigmoid(positive) + jnp.sum(jax.nn.log_sigmoid(-negative), axis=-1)
     )
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.sgd(0.025)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import Model
+
 
 TABLES, ROWS, DIM, IDS, ALPHA = 10, 838_860, 128, 104_857, 1.03
 
@@ -31,5 +33,5 @@ def loss(params, batch, read):
     return sum(jnp.sum(jnp.square(x)) for x in rows) / (2 * IDS)
 
 
-def optimizer() -> optax.GradientTransformation:
-    return optax.adam(1e-3)
+ADAM = Model(make, batches, loss, optax.adam(1e-3))
+SGD = Model(make, batches, loss, optax.sgd(0.01))

@@ -1,32 +1,85 @@
-"""A block of a transformer, which sequence.py and language.py share."""
+"""Transformers with sampled softmax, Adam: SASRec, and a small language model."""
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import (
+    Model,
+    apply_dense,
+    dense,
+    normal,
+    sampled_cross_entropy,
+    zipf,
+)
 
-def make_block(layer: Callable[[int, int], Any], dim: int) -> dict[str, Any]:
-    """The layers of a block, each made by `layer(inputs, outputs)`."""
-    return {
-        "qkv": layer(dim, 3 * dim),
-        "out": layer(dim, dim),
-        "up": layer(dim, 4 * dim),
-        "down": layer(4 * dim, dim),
+
+class Sizes(NamedTuple):
+    rows: int
+    dim: int
+    heads: int
+    blocks: int
+    batch: int
+    length: int
+    negatives: int
+    has_output: bool  # a table of its own, not tied to the input
+
+
+# Kang and McAuley, 2018: 13,312 rows of 64.
+SASREC = Sizes(500_000, 64, 2, 1, 128, 50, 512, has_output=False)
+# 6,144 rows of 256.
+LANGUAGE = Sizes(200_000, 256, 4, 2, 16, 64, 4_096, has_output=True)
+
+
+def make(sizes: Sizes, rng: np.random.Generator) -> dict[str, object]:
+    """Vectors of items, as input and perhaps as output, and of places; the blocks."""
+    dim, scale = sizes.dim, 0.05 if sizes.has_output else 0.1
+    widths = {"qkv": (dim, 3 * dim), "out": (dim, dim)}
+    widths |= {"up": (dim, 4 * dim), "down": (4 * dim, dim)}
+    params = {
+        "items": normal(rng, sizes.rows, dim, scale=scale),
+        "places": normal(rng, sizes.length, dim, scale=scale),
+        "blocks": [
+            {name: dense(rng, *shape, scale) for name, shape in widths.items()}
+            for _ in range(sizes.blocks)
+        ],
     }
+    if sizes.has_output:
+        params["output"] = normal(rng, sizes.rows, dim, scale=scale)
+    return params
 
 
-def block(params, x, heads):
+def batches(sizes: Sizes, rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Sequences by Zipf's law, the item after each place, items drawn for all."""
+    ids = zipf(rng, sizes.rows, sizes.batch, sizes.length + 1)
+    drawn = zipf(rng, sizes.rows, sizes.negatives)
+    return {"item": ids[:, :-1], "next": ids[:, 1:].reshape(-1), "negatives": drawn}
+
+
+def loss(sizes: Sizes, params, batch, read):
+    """The loss of the next item."""
+    x = read(params["items"], batch["item"]) + params["places"]
+    for layers in params["blocks"]:
+        x = block(layers, x, sizes.heads)
+    x = normalize(x).reshape(-1, sizes.dim)
+    output = params.get("output", params["items"])
+    following, negatives = read(output, batch["next"]), read(output, batch["negatives"])
+    return sampled_cross_entropy(x, following, negatives)
+
+
+def block(layers, x, heads):
     """Causal self-attention and a feed-forward layer, each with a residual."""
-    dense = lambda name, x: x @ params[name]["kernel"] + params[name]["bias"]
     cut = lambda x: x.reshape(*x.shape[:2], heads, -1)
-    q, k, v = map(cut, jnp.split(dense("qkv", normalize(x)), 3, axis=-1))
+    qkv = apply_dense(layers["qkv"], normalize(x))
+    q, k, v = map(cut, jnp.split(qkv, 3, axis=-1))
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + dense("out", mixed.reshape(x.shape))
-    return x + dense("down", jax.nn.relu(dense("up", normalize(x))))
+    x = x + apply_dense(layers["out"], mixed.reshape(x.shape))
+    up = jax.nn.relu(apply_dense(layers["up"], normalize(x)))
+    return x + apply_dense(layers["down"], up)
 
 
 def normalize(x):
@@ -34,18 +87,6 @@ def normalize(x):
     return jax.nn.standardize(x, axis=-1, epsilon=1e-5)
 
 
-def draw(rng, count, shape, negatives):
-    """Sequences by Zipf's law, the one after each place, some drawn for all."""
-    by_zipf = lambda *shape: (count ** rng.random(shape) - 1).astype(np.int32)
-    ids = by_zipf(shape[0], shape[1] + 1)
-    return ids[:, :-1], ids[:, 1:].reshape(-1), by_zipf(negatives)
-
-
-def sampled_loss(x, table, batch, read):
-    """Mean cross entropy of the one that follows among it and the drawn ones."""
-    x = normalize(x).reshape(-1, x.shape[-1])
-    following, negatives = read(table, batch["next"]), read(table, batch["negatives"])
-    positive = jnp.sum(x * following, axis=1, keepdims=True)
-    logits = jnp.concatenate([positive, x @ negatives.T], axis=1)
-    labels = jnp.zeros(len(x), jnp.int32)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+def model(sizes: Sizes) -> Model:
+    parts = (functools.partial(part, sizes) for part in (make, batches, loss))
+    return Model(*parts, optax.adam(1e-3))

@@ -5,28 +5,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import apply_dense, dense, normal, sampled_cross_entropy, zipf
+
 
 USERS, ITEMS, CATEGORIES, DIM = 1_000_000, 500_000, 1_000, 64
 BATCH, NEGATIVES = 4_096, 1_024
+tx = optax.adam(1e-3)
 
 
 def make(rng: np.random.Generator) -> dict[str, object]:
     """Vectors of users, items and categories, and a layer in each tower."""
-    normal = lambda *shape: 0.1 * rng.standard_normal(shape, np.float32)
-    layer = lambda n: {"kernel": normal(n, DIM), "bias": np.zeros(DIM, np.float32)}
     return {
-        "users": normal(USERS, DIM),
-        "items": normal(ITEMS, DIM),
-        "categories": normal(CATEGORIES, DIM),
-        "user_tower": layer(DIM),
-        "item_tower": layer(2 * DIM),
+        "users": normal(rng, USERS, DIM),
+        "items": normal(rng, ITEMS, DIM),
+        "categories": normal(rng, CATEGORIES, DIM),
+        "user_tower": dense(rng, DIM, DIM),
+        "item_tower": dense(rng, 2 * DIM, DIM),
     }
 
 
 def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Users, the item that each chose, items drawn by their frequency for all."""
-    items = lambda n: (ITEMS ** rng.random(n) - 1).astype(np.int32)
-    item = items(BATCH + NEGATIVES)
+    item = zipf(rng, ITEMS, BATCH + NEGATIVES)
     return {
         "user": rng.integers(0, USERS, BATCH, np.int32),
         "item": item,
@@ -36,21 +36,10 @@ def batches(rng: np.random.Generator) -> dict[str, np.ndarray]:
 
 def loss(params, batch, read):
     """Mean cross entropy of the chosen item among it and the drawn ones."""
-
-    def tower(name, x):
-        layer = params[name]
-        return jax.nn.relu(x @ layer["kernel"] + layer["bias"])
-
-    user = tower("user_tower", read(params["users"], batch["user"]))
+    rows = read(params["users"], batch["user"])
+    user = jax.nn.relu(apply_dense(params["user_tower"], rows))
     rows = read(params["items"], batch["item"])
     category = read(params["categories"], batch["category"])
-    item = tower("item_tower", jnp.concatenate([rows, category], axis=1))
-    chosen, drawn = item[:BATCH], item[BATCH:]
-    positive = jnp.sum(user * chosen, axis=1, keepdims=True)
-    logits = jnp.concatenate([positive, user @ drawn.T], axis=1)
-    labels = jnp.zeros(BATCH, jnp.int32)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
-
-
-def optimizer() -> optax.GradientTransformation:
-    return optax.adam(1e-3)
+    both = jnp.concatenate([rows, category], axis=1)
+    item = jax.nn.relu(apply_dense(params["item_tower"], both))
+    return sampled_cross_entropy(user, item[:BATCH], item[BATCH:])

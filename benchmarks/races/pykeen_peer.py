@@ -8,7 +8,7 @@ import time
 import numpy as np
 import torch
 from pykeen.models import ComplEx, DistMult
-from pykeen.training import LCWATrainingLoop, SLCWATrainingLoop
+from pykeen.training import SLCWATrainingLoop
 from pykeen.training.callbacks import TrainingCallback
 from pykeen.triples import CoreTriplesFactory
 
@@ -43,23 +43,20 @@ factory = CoreTriplesFactory(
     mapped_triples=torch.from_numpy(train),
     num_entities=int(everything[:, [0, 2]].max() + 1),
     num_relations=int(everything[:, 1].max() + 1),
-    create_inverse_triples=task["loop"] == "lcwa",
 )
-settings = {"loss": "crossentropy"} if task["loop"] == "lcwa" else {}
-settings |= {"triples_factory": factory, "random_seed": task["seed"]}
+settings = {"triples_factory": factory, "random_seed": task["seed"]}
 if task["model"] == "complex":
     model = ComplEx(embedding_dim=task["dim"] // 2, **settings)
 else:
     model = DistMult(embedding_dim=task["dim"], **settings)
 optimizer = torch.optim.Adam(model.parameters(), lr=task["lr"])
-both = {"model": model, "triples_factory": factory, "optimizer": optimizer}
-if task["loop"] == "lcwa":
-    loop = LCWATrainingLoop(**both)
-else:
-    negatives = {"num_negs_per_pos": 64}
-    loop = SLCWATrainingLoop(
-        **both, negative_sampler="basic", negative_sampler_kwargs=negatives
-    )
+loop = SLCWATrainingLoop(
+    model=model,
+    triples_factory=factory,
+    optimizer=optimizer,
+    negative_sampler="basic",
+    negative_sampler_kwargs={"num_negs_per_pos": 64},
+)
 began = time.perf_counter()
 loop.train(
     factory,

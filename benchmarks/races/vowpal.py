@@ -4,10 +4,9 @@ Rows as the benchmark of fwumious_wabbit (outbrain) describes them: an animal, o
 1,000 herbivores and 1,000 carnivores, is offered one of 1,000 plants and 1,000 meats,
 and eats what its kind eats. `--data` is the number of rows. Vowpal Wabbit learns
 weights of words and of pairs (`-q`), each row once, from its own text; the example
-trains DCN-v2 from CSV. The clock has reading and parsing on both sides; with
-`--set text=false` the example's starts at the first step, as from arrays. The last
-tenth is the test; without it, the last tenth is for validation. Each pair of words is
-rare: a model that knows words as vectors needs fewer rows. The programs thus differ.
+trains DCN-v2 from CSV. The clock has reading and parsing on both sides. The last tenth
+is the test; without it, the last tenth is for validation. Each pair of words is rare: a
+model that knows words as vectors needs fewer rows. The programs thus differ.
 """
 
 import io
@@ -18,12 +17,9 @@ import numpy as np
 from benchmarks.races import common, fuxictr
 
 
-PEER, EXAMPLE, VERSION_OF = (
-    ["vowpalwabbit==9.11.9", "numpy"],
-    "clicks.py",
-    "vowpalwabbit",
-)
-UNIT, SCORE, DATA, SETTINGS = "rows", "AUC", ("1000000",), {"text": True, "batch": 1024}
+PEER, VERSION_OF = ["vowpalwabbit==9.11.9", "numpy"], "vowpalwabbit"
+EXAMPLE = "clicks.py"
+UNIT, SCORE, DATA, SETTINGS = "rows", "AUC", ("1000000",), {"batch": 1024}
 LR, EPOCHS = {"ours": 0.01, "peer": 0.5}, {"ours": 1, "peer": 1}
 EACH = 1000
 
@@ -72,8 +68,8 @@ def ours(task):
     options = ["--file", file, "--words", "animal,food", "--numbers", ""]
     names, told = ("epochs", "lr", "seed", "out"), Told()
     text = common.printed(clicks.main, options, task, names, told)
-    rows, seconds, end = fuxictr.read_end(text, task)
-    common.tell(told.seconds if task["text"] else seconds, rows, **end)
+    rows, _, end = fuxictr.read_end(text, task)
+    common.tell(told.seconds, rows, **end)
 
 
 def score(data, part, file, end):

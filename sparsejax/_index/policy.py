@@ -1,8 +1,8 @@
 """The policy of keys that come and go: which get a row of a table, and which lose it.
 
 It is the policy of `sparsejax.HashIndex`, on the device, and of the tables of
-`sparsejax.store` with keys, on the host. What differs is how sightings of keys without
-a row are counted: the index has a sketch of static size, the store exact counts.
+`sparsejax.store` with keys, on the host. They differ in how they count sightings of
+keys without a row: the index has a sketch of static size, the store exact counts.
 """
 
 import dataclasses

@@ -10,8 +10,8 @@ sends
     ids      (G - 1) f b L 4  +  (m - 1) G f b L 4
     bags     (G - 1) f b d    +  (m - 1) G f b d
 
-and the bags' gradient on the same way back. (Of m owners in a group each adds up its
-own rows of a bag: the second terms.) The gradients of rows never leave their owner.
+and the bags' gradient on the same way back. (Each of the m owners in a group adds up
+its own rows of a bag: the second terms.) The gradients of rows never leave their owner.
 With a `wire_dtype` of 16 bits, a number takes 2 bytes of d, and bags and their
 gradients are rounded when they are sent.
 """

@@ -115,46 +115,10 @@ def test_pykeen_scores_both_ways_round(model):
     )
     entity, relation = draw(5), draw(2)
     value = lambda h, r, t: np.sum(entity[h] * relation[r] * entity[t].conj()).real
-    forth, back = pykeen.score_all(
-        entity, relation, False, np.array([[3, 1, 0], [3, 2 + 1, 0]])
-    )
+    given = np.array([[3, 1, 0], [3, 2 + 1, 0]])
+    forth, back = pykeen.score_all(entity, relation, given)
     np.testing.assert_allclose(forth[1:], [value(3, 1, t) for t in range(5)])
     np.testing.assert_allclose(back[1:], [value(h, 1, 3) for h in range(5)])
-    doubled = np.stack([relation, relation.conj()], 1).reshape(4, 3)
-    given = np.array([[3, 1, 0], [3, 2 + 1, 0]])
-    np.testing.assert_allclose(
-        pykeen.score_all(entity, doubled, True, given), [forth, back]
-    )
-
-
-def test_pykeen_reads_the_links_of_wordnet(tmp_path, monkeypatch):
-    with pytest.raises(SystemExit, match="data.noun"):
-        pykeen.wordnet(tmp_path)
-    monkeypatch.setattr(pykeen, "HELD_OUT", 1)
-    files = {
-        "noun": [
-            "  1 a license",
-            "00000001 03 n 01 a 0 002 @ 00000002 n 0000 + 00000003 v 0101 | a @ b",
-            "00000002 03 n 02 b 0 b_2 0 001 ~ 00000001 n 0000 | of two words",
-        ],
-        "verb": ["00000003 29 v 01 c 0 001 + 00000001 n 0101 01 + 08 00 | a frame"],
-        "adj": [
-            "00000001 00 s 01 d 0 001 & 00000004 a 0000 | a satellite",
-            "00000004 00 a 01 e 0 002 & 00000001 a 0000 & 00000001 a 0102 | twice",
-        ],
-        "adv": [],
-    }
-    for name, lines in files.items():
-        (tmp_path / f"data.{name}").write_text("\n".join(lines))
-    parts = pykeen.wordnet(tmp_path)
-    triples = np.concatenate(list(parts.values())).tolist()
-    similar, derived, hypernym = range(3)
-    assert sorted(triples) == [
-        *([0, derived, 2], [0, hypernym, 1], [2, derived, 0]),
-        *([3, similar, 4], [4, similar, 3]),
-    ]
-    assert [len(part) for part in parts.values()] == [3, 1, 1]
-    assert {*parts["train"][:, [0, 2]].ravel()} == {*range(5)}
 
 
 def test_a_file_as_data_is_prepared_in_a_folder_of_its_own(tmp_path, monkeypatch):
