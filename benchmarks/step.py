@@ -130,33 +130,31 @@ def torch_step(case: Case, params: Any) -> Callable:
     return run
 
 
-def measure(case: Case, args: argparse.Namespace, *sides: str) -> dict[str, Any]:
-    """Times a case, ours and the other sides taking turns: one record.
+def measure(case: Case, args: argparse.Namespace, peer: bool) -> dict[str, Any]:
+    """Times a case, the sides taking turns: one record.
 
     Args:
       case: the sizes.
       args: of the command line.
-      *sides: "dense"; "torch"; "required", which is ours with `tables=True`.
+      peer: whether PyTorch takes part.
     """
     tx, rng = OPTIMIZERS[case.optimizer], np.random.default_rng(0)
-    tables = {"table": True, "weights": None}
-    required = functools.partial(sj.value_and_grad, tables=tables)
+    # `--sparse` shows where dense and sparse steps really cross.
+    tables = {"table": True, "weights": None} if getattr(args, "sparse", 0) else None
+    sparse = functools.partial(sj.value_and_grad, tables=tables)
     steps = {
-        "ours": make_step(sj.value_and_grad, sj.optim.lazy(tx)),
+        "ours": make_step(sparse, sj.optim.lazy(tx)),
         "dense": make_step(jax.value_and_grad, tx),
-        "required": make_step(required, sj.optim.lazy(tx)),
     }
     state, batch = make_state(case, tx), make_batch(case, rng)
     compiled = {
-        name: timing.compile_apart(step, state, batch)
-        for name, step in steps.items()
-        if name in ("ours", *sides)
+        name: timing.compile_apart(step, state, batch) for name, step in steps.items()
     }
     programs: dict[str, Callable] = {
         name: lambda state, batches, run=x.run: run(state, batches["jax"])
         for name, x in compiled.items()
     }
-    if "torch" in sides and torch is not None and case.optimizer in TORCH:
+    if peer and torch is not None and case.optimizer in TORCH:
         programs["torch"] = torch_step(case, state[0])
     inputs = lambda: for_both(make_batch(case, rng))
     record = timing.compare(args, programs, state, inputs, compiled=compiled)
@@ -168,7 +166,7 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     skews = "uniform", "zipf"
     for ids, name, skew in itertools.product(args.ids, args.optimizers, skews):
         case = Case(name, args.rows, ids, args.dim, skew)
-        yield measure(case, args, "dense", "torch")
+        yield measure(case, args, peer=True)
 
 
 def failures(records: Sequence[dict[str, Any]]) -> list[str]:
@@ -188,3 +186,4 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--dim", type=int, default=64, help="columns of the table")
     parser.add_argument("--ids", nargs="+", type=int, default=(65_536, 8_192))
+    parser.add_argument("--sparse", action="store_true", help="above half of the rows")

@@ -11,14 +11,14 @@ import pytest
 
 pytest.importorskip("benchmarks")  # a source distribution has none
 
-from benchmarks import __main__, sharded, sweep, timing  # noqa: E402
+from benchmarks import __main__, sharded, timing  # noqa: E402
 
 
 # optax's own schedules and moments promote types.
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 RUNS = {
-    "sweep": "--optimizers sgd --rows 1e3 --ids 100 --dim 4",
+    "sweep": "--optimizers sgd --rows 1e3 --dim 4",
     "step": "--optimizers adam --rows 1000 --ids 64 --dim 4",
     "ops": "--rows 300 --elements 40 --dim 4 --segments 5 --seconds 0",
     "sharded": "--devices 2 --rows 300 --dim 4 --ids 40",
@@ -29,7 +29,6 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_runs(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sweep, "FIXED_ROWS", 1000)
     # Most of the time goes to compiling, for each table again.
     monkeypatch.setattr(sharded, "HEIGHTS", (300, 200))
     path = tmp_path / "lines.jsonl"
