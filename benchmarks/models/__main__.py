@@ -178,8 +178,8 @@ class _Process:
             f"import sparsejax; sys.path[0] = {str(ROOT)!r}\n"
             f"from benchmarks.models.__main__ import serve; serve{name, side}"
         )
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen([sys.executable, "-c", code], **pipes)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process: Any = subprocess.Popen([sys.executable, "-c", code], **pipes)
         self.times: list[float] = []
         self.about: dict[str, Any] = self._read()  # once the step is compiled
 

@@ -88,5 +88,5 @@ def normalize(x):
 
 
 def model(sizes: Sizes) -> Model:
-    parts = (functools.partial(part, sizes) for part in (make, batches, loss))
-    return Model(*parts, optax.adam(1e-3))
+    of = lambda part: functools.partial(part, sizes)
+    return Model(of(make), of(batches), of(loss), optax.adam(1e-3))
