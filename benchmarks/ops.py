@@ -135,15 +135,16 @@ def cases(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, dtype=np.float32)
     if args.only in (None, "bag"):
-        table, kinds = draw(args.rows, args.dim), (("sum", "mean"), ("uniform", "zipf"))
-        for layout, combiner, skew in itertools.product(BAGS, *kinds):
+        table, skews = draw(args.rows, args.dim), ("uniform", "zipf")
+        combiners = [x for x in ("sum", "mean") if x in args.kinds]
+        for layout, combiner, skew in itertools.product(BAGS, combiners, skews):
             inputs = functools.partial(make_bags, layout, args, skew == "zipf", rng)
             sides = bag_sides(layout, combiner, args.segments)
             case = {"op": "bag", "layout": layout, "kind": combiner, "ids": skew}
             yield from measure(args, case, sides, table, inputs)
     if args.only in (None, "segment"):
         data = draw(args.elements, args.dim)
-        for reduction, order in itertools.product(REDUCTIONS, ("sorted", "unsorted")):
+        for reduction, order in itertools.product(args.kinds, ("sorted", "unsorted")):
             inputs = functools.partial(make_segments, order, args, rng)
             sides = segment_sides(reduction, order, args.segments)
             case = {"op": "segment", "kind": reduction, "ids": order}
@@ -215,6 +216,7 @@ def failures(records: Sequence[dict[str, Any]]) -> list[str]:
 def options(parser: argparse.ArgumentParser) -> None:
     """Adds the sizes."""
     parser.add_argument("--only", choices=("bag", "segment"))
+    parser.add_argument("--kinds", nargs="+", choices=REDUCTIONS, default=REDUCTIONS)
     parser.add_argument("--rows", type=int, default=1_000_000, help="of the table")
     parser.add_argument("--elements", type=int, default=65_536, help="of the segments")
     parser.add_argument("--dim", type=int, default=64)

@@ -275,34 +275,31 @@ def index_times(args: argparse.Namespace) -> dict[str, Any]:
         rows = jnp.asarray(rng.integers(0, v, n, np.int32))
         return {name: spread_out(x) for name, x in keys.items()} | {"rows": rows}
 
-    full = sj.HashIndex.create(v, max_evictions=4096)
+    # An index has a compiled program of its own only if `max_evictions` differs.
     insert = jax.jit(sj.HashIndex.insert, donate_argnums=0)
+    full, numbers = sj.HashIndex.create(v, max_evictions=4096), itertools.count(1)
     for start in range(0, v, n):
         full, _, _ = insert(full, spread_out(np.arange(start, start + n) % v), 0)
-    state: dict[str, Any] = {"step": jnp.zeros((), jnp.uint32)}
-    for name, most in (("known", 4096), ("mixed", 4096), ("new", None)):
-        copy = jax.tree.map(jnp.copy, full)  # each is donated
-        state[name] = dataclasses.replace(copy, max_evictions=most)
+    copy = lambda: jax.tree.map(jnp.copy, full)  # each is donated
+    held = {"known": copy(), "mixed": copy()}
+    held["new"] = dataclasses.replace(copy(), max_evictions=None)
+    find = jax.jit(sj.HashIndex.find)
+    plan = jax.jit(lambda rows: merge.merge_plan(rows, v, n))
+    hashed = jax.jit(lambda rows: merge.first_slots(rows, v))
 
-    def insert_into(which, state, given):
-        step = state["step"] + 1
-        new, found, evicted = state[which].insert(given[which], step)
-        return state | {which: new, "step": step}, (found, evicted)
+    def insert_into(name, state, given):
+        held[name], *found = insert(held.pop(name), given[name], next(numbers))
+        return state, found
 
-    only = lambda f: lambda state, given: (state, f(state, given))
     sides = {
-        "plan": only(lambda _, x: merge.merge_plan(x["rows"], v, n)),
-        "hashed plan": only(lambda _, x: merge.first_slots(x["rows"], v)),
-        "find": only(lambda state, x: state["known"].find(x["known"])),
+        "plan": lambda state, x: (state, plan(x["rows"])),
+        "hashed plan": lambda state, x: (state, hashed(x["rows"])),
+        "find": lambda state, x: (state, find(full, x["known"])),
         "insert known": functools.partial(insert_into, "known"),
         "insert 2 % new": functools.partial(insert_into, "mixed"),
         "insert new": functools.partial(insert_into, "new"),
     }
-    programs = {
-        name: timing.compile_apart(jax.jit(f, donate_argnums=0), state, inputs()).run
-        for name, f in sides.items()
-    }
-    record = timing.compare(args, programs, state, inputs)
+    record = timing.compare(args, sides, (), inputs)
     return {"case": "index", "keys": n} | record
 
 
@@ -333,9 +330,9 @@ def drift(args: argparse.Namespace) -> dict[str, Any]:
 
     gradient = sj.value_and_grad(loss_fn, tables={"table": True, "bias": None})
 
-    def train(height, how, **options):
+    def train(height, how):
         params = {"table": jnp.zeros((height, 1)), "bias": jnp.zeros(())}
-        index = sj.HashIndex.create(height, **options) if how == "index" else None
+        index = sj.HashIndex.create(height) if how == "index" else None
 
         def body(carry, given):
             params, state, index = carry
@@ -361,8 +358,6 @@ def drift(args: argparse.Namespace) -> dict[str, Any]:
     loss = {
         "all rows": train(distinct, "dict"),
         "lru": train(few, "index"),
-        "lru, admitted at 2": train(few, "index", admit_after=2),
-        "lfu": train(few, "index", policy="lfu"),
         "hashed": train(few, "hashed"),
     }
     ratio = {name: x / loss["all rows"] for name, x in loss.items()}

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 RUNS = {
     "sweep": "--optimizers sgd --rows 1e3 --dim 4",
     "step": "--optimizers adam --rows 1000 --ids 64 --dim 4",
-    "ops": "--rows 300 --elements 40 --dim 4 --segments 5 --seconds 0",
-    "sharded": "--devices 2 --rows 300 --dim 4 --ids 40",
+    "ops": "--rows 300 --elements 40 --dim 4 --segments 5 --kinds sum --seconds 0",
+    "sharded": "--case collection --devices 2 --dim 4 --ids 40",
     "store": "--rows 2000 --dim 4 --ids 128 --optimizers adagrad",
 }
 
