@@ -197,7 +197,7 @@ def _bit_of_row_20(x):
 
 
 UPDATES = {
-    # Of a step of 1e-4 on weights of about 1.
+    # For a step of 1e-4 on weights of about 1.
     "1 % of a step": (
         lambda updates, state, _: ({**updates, "w": updates["w"] * 1.01}, state),
         r"step 0: params\['w'\] differs at row 0: \S+ by",
