@@ -1,42 +1,35 @@
 """QuantizedTable: its numbers, its reads, its forms, and training in 8 bits.
 
-test_caffe2_mapping.py has the recorded answers of Caffe2; here NumPy repeats its
-arithmetic, one number at a time, for more rows than are recorded.
+NumPy repeats Caffe2's arithmetic, one number at a time. test_caffe2_mapping.py has the
+recorded answers of Caffe2 itself.
 """
 
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false
 
 import functools
-import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import export
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_written_in_place, compile_as_users_do
+from helpers import (
+    assert_same_bits,
+    assert_trees_close,
+    assert_written_in_place,
+    compile_as_users_do,
+)
 
 
 F32, F16 = np.float32, np.float16
-KINDS = [(4, F16), (8, F32), (8, F16), (4, F32), (2, F16)]
+KINDS = [(4, F16), (8, F32), (2, F16), (8, F16), (4, F32)]  # first the defaults
 all_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS)
-# With the scales that each has by default.
-each_bits = pytest.mark.parametrize("bits, scale_dtype", [(8, F32), (4, F16), (2, F16)])
-
-
+each_bits = pytest.mark.parametrize("bits, scale_dtype", KINDS[:3])
+two_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS[:2])
 dequantize = jax.jit(sj.QuantizedTable.dequantize)
-
-
-@functools.cache
-def two_tables(bits, scale_dtype):
-    """Tables of other rows, of one type."""
-    return [
-        sj.quantize(make_rows(seed=k), bits, scale_dtype=scale_dtype) for k in (0, 1)
-    ]
 
 
 def make_rows(count=48, width=7, seed=0):
@@ -46,6 +39,15 @@ def make_rows(count=48, width=7, seed=0):
     x[::7] = x[::7, :1]
     x[3], x[4, 1:], x[5] = 0, 1.0, np.abs(x[5])
     return x.astype(F32)
+
+
+def assert_close(table, x, rounding=2e-3):
+    """Errors are at most half a scale, and the rounding of the scale and the bias."""
+    is_narrow = table.scale_dtype == F16
+    slack = np.abs(x).max(1, keepdims=True) * (rounding if is_narrow else 1e-5)
+    slack += is_narrow * (1 << table.bits) * 2.0**-24  # of small scales
+    scale = np.asarray(table.scale, F32)[:, None]
+    assert np.all(np.abs(np.asarray(dequantize(table)) - x) <= 0.5 * scale + slack)
 
 
 # ------------------------------------------------------------------ Caffe2, in NumPy
@@ -107,15 +109,28 @@ def caffe2_bytes(rows, bits, scale_dtype, greedy=False, divides=False):
     return np.stack(out)
 
 
-@all_kinds
 @pytest.mark.usefixtures("cpu_backend")
-def test_bytes_are_caffe2s(bits, scale_dtype):
+@pytest.mark.parametrize(
+    "bits, scale_dtype, dtype, search",
+    [
+        *((bits, scale_dtype, F32, None) for bits, scale_dtype in KINDS),
+        pytest.param(4, F16, F16, None, marks=pytest.mark.slow),
+        pytest.param(4, F16, F32, "greedy", marks=pytest.mark.slow),
+        pytest.param(2, F16, F32, "greedy", marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_are_caffe2s(bits, scale_dtype, dtype, search):
     """Outside jit, and inside, since XLA turns divisions into products."""
-    x = make_rows()
-    want = caffe2_bytes(x, bits, scale_dtype)
-    to_bytes = lambda x: sj.quantize(x, bits, scale_dtype=scale_dtype).to_fused()
-    assert_same_bits(to_bytes(x), want)
-    assert_same_bits(jax.jit(to_bytes)(x), want)
+    x = make_rows(seed=1).astype(dtype)
+    divides = search is not None or dtype is F16
+    want = caffe2_bytes(x.astype(F32), bits, scale_dtype, search, divides)
+    quantize = functools.partial(
+        sj.quantize, bits=bits, scale_dtype=scale_dtype, search=search
+    )
+    table = quantize(x)
+    assert table.dtype == table.dequantize().dtype == dtype
+    assert_same_bits(table.to_fused(), want)
+    assert_same_bits(jax.jit(lambda x: quantize(x).to_fused())(x), want)
     again = sj.QuantizedTable.from_fused(
         want, bits, scale_dtype=scale_dtype, features=x.shape[1]
     )
@@ -129,24 +144,12 @@ def test_bytes_are_caffe2s(bits, scale_dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [4, 2])
-def test_greedy_search_is_caffe2s(bits):
+def test_a_greedy_search_pays(bits):
     x = make_rows(seed=1)
-    want = caffe2_bytes(x, bits, F16, greedy=True, divides=True)
-    got = sj.quantize(x, bits, search="greedy")
-    assert_same_bits(got.to_fused(), want)
-    plain = sj.quantize(x, bits)
     error = lambda t: np.linalg.norm(np.asarray(dequantize(t)) - x, axis=1)
-    assert np.all(error(got) <= error(plain) * 1.01 + 1e-6)
-    assert np.sum(error(got) < 0.99 * error(plain)) > 8  # it pays
-
-
-@pytest.mark.slow
-def test_float16_tables_are_divided():
-    x = make_rows().astype(F16)
-    want = caffe2_bytes(x.astype(F32), 4, F16, divides=True)
-    table = sj.quantize(x, 4)
-    assert_same_bits(table.to_fused(), want)
-    assert table.dtype == F16 and table.dequantize().dtype == F16
+    greedy, plain = (error(sj.quantize(x, bits, search=s)) for s in ("greedy", None))
+    assert np.all(greedy <= plain * 1.01 + 1e-6)
+    assert np.sum(greedy < 0.99 * plain) > 8
 
 
 # ------------------------------------------------------------------ numbers
@@ -156,32 +159,25 @@ def test_float16_tables_are_divided():
 def test_errors_are_at_most_half_a_scale(bits, scale_dtype):
     x = make_rows(seed=2)
     table = sj.quantize(x, bits, scale_dtype=scale_dtype)
-    scale = np.asarray(table.scale, F32)[:, None]
-    # The rounding of the bias and of the scale to float16 add a little.
-    slack = np.abs(x).max(1, keepdims=True) * (2e-3 if scale_dtype is F16 else 1e-5)
-    slack += (1 << bits) * 2.0**-24 * (scale_dtype is F16)  # of small scales
-    got = np.asarray(dequantize(table))
-    assert np.all(np.abs(got - x) <= 0.5 * scale + slack)
+    assert_close(table, x)
     equal = x.max(1) == x.min(1)
     rtol = 1e-3 if scale_dtype is F16 else 0
-    np.testing.assert_allclose(got[equal], x[equal], rtol=rtol)
+    np.testing.assert_allclose(dequantize(table)[equal], x[equal], rtol=rtol)
 
 
 @each_bits
 def test_symmetric(bits, scale_dtype):
     x = make_rows(seed=3)
     x[:, 0] = 0
-    table = sj.quantize(x, bits, scale_dtype=scale_dtype, symmetric=True)
-    got, negated = (
-        np.asarray(dequantize(t))
-        for t in (table, sj.quantize(-x, bits, scale_dtype=scale_dtype, symmetric=True))
-    )
+    quantize = functools.partial(sj.quantize, bits=bits, symmetric=True)
+    table, negated = quantize(x), quantize(-x)
+    assert table.scale_dtype == scale_dtype
+    assert_close(table, x, 1e-3)
+    got = np.asarray(dequantize(table))
     if jax.default_backend() == "cpu":
         assert not got[:, 0].any()  # exactly zero
-    np.testing.assert_allclose(got, -negated, rtol=1e-4, atol=1e-7 * np.abs(x).max())
-    scale = np.asarray(table.scale, F32)[:, None]
-    slack = np.abs(x).max(1, keepdims=True) * 1e-3 + 1e-6
-    assert np.all(np.abs(got - x) <= 0.5 * scale + slack)
+    atol = 1e-7 * np.abs(x).max()
+    np.testing.assert_allclose(got, -dequantize(negated), rtol=1e-4, atol=atol)
 
 
 @pytest.mark.slow
@@ -215,17 +211,24 @@ def test_rows_that_are_not_finite():
 def test_empty_and_odd_shapes():
     assert sj.quantize(np.ones((0, 3), F32)).dequantize().shape == (0, 3)
     cube = np.arange(24, dtype=F32).reshape(3, 2, 4)
+    bags, zeros = np.arange(40), np.zeros(40, int)
 
     @jax.jit
     def run(cube):
         narrow, table = sj.quantize(np.ones((3, 0), F32), 4), sj.quantize(cube)
-        empty = sj.lookup(sj.quantize(np.ones((0, 3), F32)), jnp.array([0]))
-        return narrow, narrow.get(1), empty, table, table.scale, table.get([[2, 0]])
+        empty = sj.quantize(np.ones((0, 3), F32))
+        bag = functools.partial(sj.embedding_bag, empty, mode="zero")
+        sums = bag(bags, zeros, 2), bag(bags.reshape(2, 20))
+        nothing = sj.embedding_bag(table, bags, zeros, 0), bag(bags[:0].reshape(0, 2))
+        rows = table.get([[2, 0]])
+        return narrow, narrow.get(1), sj.lookup(empty, bags), sums, nothing, table, rows
 
-    narrow, row, empty, table, scale, rows = run(cube)
+    narrow, row, empty, sums, nothing, table, rows = run(cube)
     assert row.shape == (0,) and narrow.nbytes == 12
     assert np.isnan(empty).all()
-    assert table.shape == (3, 2, 4) and scale.shape == (3,)
+    assert [x.shape for x in sums] == [(2, 3)] * 2 and not np.any(sums)
+    assert [x.shape for x in nothing] == [(0, 2, 4), (0, 3)]
+    assert table.shape == (3, 2, 4) and table.scale.shape == (3,)
     np.testing.assert_allclose(rows, cube[[2, 0]][None], atol=0.02)
 
 
@@ -234,6 +237,9 @@ def test_empty_and_odd_shapes():
 IDS = np.array([3, 11, 3, 0, 40, -1, 99, 7, 7, 20, 5, 12], np.int32)
 BAGS = np.array([0, 0, 0, 1, 1, 2, 2, 3, 3, 3, 5, 9], np.int32)
 WEIGHTS = np.linspace(-1, 2, 12).astype(F32)
+SOME = np.where(
+    (IDS >= 0) & (IDS < 48), WEIGHTS, F32(np.nan)
+)  # the others are not read
 
 
 @jax.jit
@@ -243,9 +249,9 @@ def two_gets(table):
 
 @jax.jit
 def some_reads(table):
-    padded = sj.embedding_bag(table, IDS.reshape(3, 4), mode="zero")
-    bags = sj.embedding_bag(table, IDS, BAGS, 6, weights=WEIGHTS, mode="zero")
-    return sj.lookup(table, IDS), padded, bags
+    bag = functools.partial(sj.embedding_bag, table, mode="zero")
+    bags = bag(IDS, BAGS, 6, weights=SOME)
+    return sj.lookup(table, IDS), bag(IDS.reshape(3, 4)), bags
 
 
 @jax.jit
@@ -253,22 +259,23 @@ def all_reads(table):
     bag = functools.partial(sj.embedding_bag, table)
     padded = IDS.reshape(3, 4)
     csr = sj.SegmentTensor({"index": IDS, "value": WEIGHTS}, BAGS, 6)
-    modes = "fill", "clip", "zero"
-    outs = [sj.lookup(table, padded, mode=mode) for mode in modes]
-    outs.append(sj.lookup(table, IDS, padding_id=3, max_norm=1.0))
-    outs.append(bag(IDS, BAGS, 6, weights=WEIGHTS, combiner="mean", mode="zero"))
-    outs.append(bag(padded, padding_id=7, combiner="sqrtn", mode="clip"))
-    outs.append(bag(IDS, BAGS, 6))  # NaN in the bag that has an id out of range
-    outs.append(bag(IDS, BAGS, 6, combiner="max", mode="zero"))
-    long = np.tile(WEIGHTS, 3).reshape(2, 18)  # more than one block of columns
-    outs.append(bag(np.tile(IDS, 3).reshape(2, 18), weights=long, mode="zero"))
+    long = np.tile(SOME, 3).reshape(2, 18)  # more than one block of columns
     two = np.tile(np.stack([IDS, IDS[::-1]]), (1, 9))  # in pieces
     many = lambda ids: bag(ids, np.sort(np.tile(BAGS, 9)), 6, mode="zero")
-    outs.append(jax.vmap(many)(two))
-    outs.append(sj.dot(csr, table))
     first = jax.tree.map(lambda a: a[:6], table)
-    outs.append(sj.dot(csr, first, transpose=True, num_columns=40).values)
-    return outs
+    return [
+        *(sj.lookup(table, padded, mode=mode) for mode in ("fill", "clip", "zero")),
+        sj.lookup(table, IDS, padding_id=3, max_norm=1.0),
+        bag(IDS, BAGS, 6, weights=WEIGHTS, combiner="mean", mode="zero"),
+        bag(IDS, BAGS, 6, weights=SOME, mode="zero"),
+        bag(padded, padding_id=7, combiner="sqrtn", mode="clip"),
+        bag(IDS, BAGS, 6),  # NaN in the bag that has an id out of range
+        bag(IDS, BAGS, 6, combiner="max", mode="zero"),
+        bag(np.tile(IDS, 3).reshape(2, 18), weights=long, mode="zero"),
+        jax.vmap(many)(two),
+        sj.dot(csr, table),
+        sj.dot(csr, first, transpose=True, num_columns=40).values,
+    ]
 
 
 @each_bits
@@ -291,190 +298,6 @@ def test_dtype_of_reads():
     wide = table.astype(jnp.float32)
     assert sj.embedding_bag(wide, ids).dtype == sj.lookup(wide, ids).dtype == F32
     assert_same_bits(wide.codes, table.codes)
-
-
-def test_nothing_has_the_tables_size():
-    """In the compiled programs: no floats [V, D], and few temporaries."""
-    height, width, bits = 100_000, 64, 4
-    rows = jax.eval_shape(
-        lambda x: sj.quantize(x, bits), jax.ShapeDtypeStruct((height, width), F32)
-    )
-    layer = sj.nn.EmbeddingBag(height, width)
-    ids = jax.ShapeDtypeStruct((64, 16), jnp.int32)
-    flat = jax.ShapeDtypeStruct((1024,), jnp.int32)
-
-    def serve(table, ids, flat):
-        bags = sj.embedding_bag(table, flat, flat // 16, 64, indices_are_sorted=True)
-        return sj.lookup(table, ids[:, 0]) + layer(table, ids) + bags
-
-    compiled = compile_as_users_do(jax.jit(serve).lower(rows, ids, flat))
-    text, memory = str(compiled.as_text()), compiled.memory_analysis()
-    assert memory is not None
-    assert f"u8[{height},{width * bits // 8}]" in text
-    for kind in ("f32", "s32", "f16"):
-        assert f"{kind}[{height},{width}]" not in text
-    for kind in ("f32", "f16"):  # of the scales: only the words of the argument
-        assert f"{kind}[{height},2]" not in text
-    assert memory.temp_size_in_bytes < rows.nbytes / 4
-
-
-# ------------------------------------------------------------------ forms
-
-
-def test_a_tree_of_two_leaves():
-    x = make_rows()
-    table = sj.quantize(x, 4)
-    assert repr(table) == (
-        "QuantizedTable(float32[48,7], bits=4, scale_dtype=float16, nbytes=384)"
-    )
-    assert [str(p) for (p,), _ in jax.tree_util.tree_leaves_with_path(table)] == [
-        ".codes",
-        ".scale_bias",
-    ]
-    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), table, table)
-    assert stacked.shape == (2, 48, 7)
-    _, scanned = jax.lax.scan(lambda _, t: (None, sj.lookup(t, 3)), None, stacked)
-    assert_same_bits(scanned[1], table.get(3))
-    moved = jax.device_put(table, jax.devices()[-1])
-    assert_same_bits(moved.to_fused(), table.to_fused())
-    again = pickle.loads(pickle.dumps(table))
-    assert_same_bits(again.to_fused(), table.to_fused())
-    assert hash(jax.tree.structure(table)) == hash(jax.tree.structure(moved))
-    abstract = jax.eval_shape(lambda: table)
-    assert "ShapeDtypeStruct" not in repr(abstract)
-    assert abstract.scale_bias.shape == table.scale_bias.shape
-    assert abstract.scale_bias.dtype == table.scale_bias.dtype
-    repr(jax.tree.map(lambda _: None, table))
-
-
-def test_unpack_is_caffe2s_fake_layout():
-    x = make_rows()
-    table = sj.quantize(x, 2)
-    fake = table.unpack()
-    assert fake.bits == 8 and fake.codes.max() == 3
-    assert_same_bits(fake.dequantize(), table.dequantize())
-    assert fake.to_fused().shape == (48, 7 + 8)
-
-
-@pytest.mark.slow
-def test_exported_and_read_again():
-    table = sj.quantize(make_rows(), 4)
-    fun = jax.jit(lambda t, ids: (sj.embedding_bag(t, ids), t))
-    (batch,) = export.symbolic_shape("batch")
-    ids = jax.ShapeDtypeStruct((batch, 4), jnp.int32)
-    exported = export.export(fun, platforms=("cpu", "cuda", "tpu"))(table, ids)
-    again = export.deserialize(exported.serialize())
-    ids = jnp.arange(12).reshape(3, 4)
-    (got, same), (want, _) = again.call(table, ids), fun(table, ids)
-    np.testing.assert_allclose(got, want, rtol=1e-6)
-    assert repr(same) == repr(table)
-
-
-@pytest.mark.slow
-def test_layers_take_one():
-    ids, st = jnp.array([[3, 1], [0, 0]]), sj.SegmentTensor.from_lists([[1, 2], [4]])
-    values = {"index": st.values, "value": jnp.ones(st.values.shape)}
-    csr = sj.SegmentTensor(values, st.segment_ids, st.num_segments)
-    collection = sj.nn.EmbeddingCollection({"a": (5, 4), "b": (7, 4)})
-    layers = {
-        "one": (sj.nn.Embedding(9, 4), ids),
-        "bag": (sj.nn.EmbeddingBag(9, 4, combiner="mean"), st),
-        "all": (collection, {"a": ids, "b": st}),
-        "dense": (sj.nn.Dense(4, in_features=9, use_bias=False), csr),
-    }
-
-    make = lambda layer, key: {k: sj.quantize(w) for k, w in layer.init(key).items()}
-
-    @jax.jit
-    def run(key):
-        found = {}
-        for name, (layer, inputs) in layers.items():
-            small = make(layer, key)
-            whole = {k: w.dequantize() for k, w in small.items()}
-            found[name] = layer(small, inputs), layer(whole, inputs)
-        return found, collection.get_table(make(collection, key), "b")
-
-    found, table = run(jax.random.key(0))
-    for name, (got, want) in found.items():
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-6, err_msg=name)
-    assert isinstance(table, sj.QuantizedTable) and table.shape == (7, 4)
-
-
-# ------------------------------------------------------------------ trees
-
-each = lambda f: lambda *tables: jax.tree.map(f, *tables)
-
-
-MOVES = {
-    "copy": lambda a, b: each(jnp.copy)(a),
-    "filter by dtype": each(
-        lambda x, y: x + y if jnp.issubdtype(x.dtype, jnp.inexact) else x
-    ),
-    "reverse": lambda a, b: each(lambda x: x[::-1][::-1])(a),
-    "roll": lambda a, b: each(lambda x: jnp.roll(jnp.roll(x, 1, axis=0), -1, axis=0))(
-        a
-    ),
-    "split": lambda a, b: each(lambda x: jnp.concatenate(jnp.split(x, 2)))(a),
-    "stack": lambda a, b: each(lambda *xs: jnp.stack(xs)[0])(a, b),
-    "where": each(lambda x, y: jnp.where(jnp.array(True), x, y)),
-    "zeros": lambda a, b: jax.lax.cond(
-        a.bits > 0, lambda: a, lambda: each(jnp.zeros_like)(a)
-    ),
-}
-
-
-@pytest.mark.parametrize("bits, scale_dtype", [(4, F16), (8, F32)])
-def test_moves_through_trees(bits, scale_dtype):
-    a, b = two_tables(bits, scale_dtype)
-    moves = lambda a, b: [f(a, b) for f in MOVES.values()]
-    for results in moves(a, b), jax.jit(moves)(a, b):
-        for name, got in zip(MOVES, results, strict=True):
-            assert repr(got) == repr(a), name
-            assert_same_bits(got.to_fused(), a.to_fused())
-    assert not each(jnp.zeros_like)(a).dequantize().any()
-    seen = []
-    jax.jit(functools.partial(jax.debug.callback, seen.append))(a)
-    jax.effects_barrier()
-    assert_same_bits(seen[0].scale_bias, a.scale_bias)
-
-
-@pytest.mark.parametrize("bits, scale_dtype", [(4, F16), (8, F32)])
-def test_requantize(bits, scale_dtype):
-    x, y = (make_rows(seed=k) for k in (6, 7))
-    a, b = (sj.quantize(t, bits, scale_dtype=scale_dtype) for t in (x, y))
-    assert_same_bits(a.requantize(x).to_fused(), a.to_fused())
-    old, whole = np.asarray(dequantize(a)), np.asarray(dequantize(b))
-    want = 0.75 * old + 0.25 * whole
-
-    @jax.jit
-    def run(a, b):
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, a)
-        of_stack = stacked.requantize(jnp.stack([want] * 2))
-        last = jax.tree.map(lambda x: x[1], of_stack)
-        return a.requantize(0.75 * a.dequantize() + 0.25 * b.dequantize()), last
-
-    for got in (a.requantize(want), *run(a, b)):
-        assert repr(got) == repr(a)
-        # Half a scale, and the rounding of a float16 bias and scale.
-        slack = np.abs(want).max(1) * (2e-3 if scale_dtype is F16 else 1e-5)
-        slack += (1 << bits) * 2.0**-24 * (scale_dtype is F16)
-        off = np.abs(np.asarray(dequantize(got)) - want).max(1)
-        assert np.all(off <= 0.5 * np.asarray(got.scale, F32) + slack)
-    # With a key, a step much smaller than a code takes effect in expectation.
-    keys = jax.random.split(jax.random.key(0), 256)
-
-    @jax.jit
-    def move(a, keys):
-        mean = 0.99 * a.dequantize() + 0.01 * whole
-        at_random = jax.vmap(lambda key: a.requantize(mean, key).dequantize())
-        return at_random(keys).mean(0), a.requantize(mean)
-
-    moved, nearest = move(a, keys)
-    want = 0.99 * old + 0.01 * whole
-    gap = np.asarray(nearest.scale, F32)[:, None]
-    slack = np.abs(want) * (2e-3 if scale_dtype is F16 else 1e-5) + 1e-4
-    assert np.all(np.abs(moved - want) <= 0.2 * gap + slack)
 
 
 def test_reads_of_float64_are_summed_in_float64(x64):
@@ -503,9 +326,6 @@ def test_reads_of_float64_are_summed_in_float64(x64):
         np.testing.assert_allclose(got, total, rtol=1e-14)
 
 
-# ------------------------------------------------------------------ derivatives
-
-
 @pytest.mark.slow
 def test_gradients_beside_a_quantized_table():
     """Bag weights and dense parameters get the gradients of the dequantized table."""
@@ -524,14 +344,150 @@ def test_gradients_beside_a_quantized_table():
 
     both, want = run(params, table)
     for got in both:
-        for name in params:
-            scale = np.abs(want[name]).max()
-            np.testing.assert_allclose(
-                got[name], want[name], rtol=1e-4, atol=1e-5 * scale
-            )
+        for name, g in want.items():
+            atol = 1e-5 * np.abs(g).max()
+            np.testing.assert_allclose(got[name], g, rtol=1e-4, atol=atol)
+
+
+def test_nothing_has_the_tables_size():
+    """In the compiled programs: no floats [V, D], and few temporaries."""
+    height, width, bits = 100_000, 64, 4
+    rows = jax.eval_shape(
+        lambda x: sj.quantize(x, bits), jax.ShapeDtypeStruct((height, width), F32)
+    )
+    layer = sj.nn.EmbeddingBag(height, width)
+    ids = jax.ShapeDtypeStruct((64, 16), jnp.int32)
+    flat = jax.ShapeDtypeStruct((1024,), jnp.int32)
+
+    def serve(table, ids, flat):
+        bags = sj.embedding_bag(table, flat, flat // 16, 64, indices_are_sorted=True)
+        return sj.lookup(table, ids[:, 0]) + layer(table, ids) + bags
+
+    compiled = compile_as_users_do(jax.jit(serve).lower(rows, ids, flat))
+    text, memory = str(compiled.as_text()), compiled.memory_analysis()
+    assert f"u8[{height},{width * bits // 8}]" in text
+    # Scales are in the words of the argument only.
+    shapes = f"{height},{width}", f"{height},2"
+    assert not any(f"{k}[{s}]" in text for k in ("f32", "s32", "f16") for s in shapes)
+    assert memory.temp_size_in_bytes < rows.nbytes / 4
+
+
+@pytest.mark.slow
+def test_layers_take_one():
+    ids, st = jnp.array([[3, 1], [0, 0]]), sj.SegmentTensor.from_lists([[1, 2], [4]])
+    csr = sj.SegmentTensor.from_csr([0, 2, 3], [1, 2, 4], np.ones(3, F32))
+    collection = sj.nn.EmbeddingCollection({"a": (5, 4), "b": (7, 4)})
+    for layer, inputs in (
+        (sj.nn.Embedding(9, 4), ids),
+        (sj.nn.EmbeddingBag(9, 4, combiner="mean"), st),
+        (sj.nn.Dense(4, in_features=9, use_bias=False), csr),
+        (collection, {"a": ids, "b": st}),
+    ):
+        params = jax.tree.map(sj.quantize, layer.init(jax.random.key(0)))
+        whole = {name: table.dequantize() for name, table in params.items()}
+        run = jax.jit(lambda p, layer=layer, inputs=inputs: layer(p, inputs))
+        assert_trees_close(run(params), run(whole), rtol=1e-7, atol=1e-6)
+    table = collection.get_table(params, "b")
+    assert isinstance(table, sj.QuantizedTable) and table.shape == (7, 4)
+
+
+# ------------------------------------------------------------------ forms
+
+
+def test_a_tree_of_two_leaves():
+    table = sj.quantize(make_rows(), 4)
+    assert repr(table) == (
+        "QuantizedTable(float32[48,7], bits=4, scale_dtype=float16, nbytes=384)"
+    )
+    paths = [str(p) for (p,), _ in jax.tree_util.tree_leaves_with_path(table)]
+    assert paths == [".codes", ".scale_bias"]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), table, table)
+    assert stacked.shape == (2, 48, 7)
+    _, scanned = jax.lax.scan(lambda _, t: (None, sj.lookup(t, 3)), None, stacked)
+    assert_same_bits(scanned[1], table.get(3))
+    moved = jax.device_put(table, jax.devices()[-1])
+    assert hash(jax.tree.structure(table)) == hash(jax.tree.structure(moved))
+    assert_same_bits(moved.to_fused(), table.to_fused())
+    abstract = jax.eval_shape(lambda: table)
+    assert "ShapeDtypeStruct" not in repr(abstract)
+    assert abstract.scale_bias.shape == table.scale_bias.shape
+    assert abstract.scale_bias.dtype == table.scale_bias.dtype
+    repr(jax.tree.map(lambda _: None, table))
+
+
+def test_unpack_is_caffe2s_fake_layout():
+    table = sj.quantize(make_rows(), 2)
+    fake = table.unpack()
+    assert fake.bits == 8 and fake.codes.max() == 3
+    assert_same_bits(fake.dequantize(), table.dequantize())
+    assert fake.to_fused().shape == (48, 7 + 8)
+
+
+each = lambda f: lambda *tables: jax.tree.map(f, *tables)
+MOVES = {
+    "copy": lambda a, b: each(jnp.copy)(a),
+    "filter by dtype": each(
+        lambda x, y: x + y if jnp.issubdtype(x.dtype, jnp.inexact) else x
+    ),
+    "roll": each(lambda x, y: jnp.roll(jnp.roll(x, 1, axis=0)[::-1], 1, axis=0)[::-1]),
+    "split": lambda a, b: each(lambda x: jnp.concatenate(jnp.split(x, 2)))(a),
+    "stack": each(lambda *xs: jnp.stack(xs)[0]),
+    "where": each(lambda x, y: jnp.where(jnp.array(True), x, y)),
+    "cond": lambda a, b: jax.lax.cond(
+        a.bits > 0, lambda: a, lambda: each(jnp.zeros_like)(a)
+    ),
+}
+
+
+@two_kinds
+def test_moves_through_trees(bits, scale_dtype):
+    a, b = (sj.quantize(make_rows(seed=k), bits) for k in (0, 1))
+    moves = lambda a, b: [f(a, b) for f in MOVES.values()]
+    for results in moves(a, b), jax.jit(moves)(a, b):
+        for name, got in zip(MOVES, results, strict=True):
+            assert repr(got) == repr(a), name
+            assert_same_bits(got.to_fused(), a.to_fused())
+    assert a.scale_dtype == scale_dtype
+    assert not each(jnp.zeros_like)(a).dequantize().any()
+    seen = []
+    jax.jit(functools.partial(jax.debug.callback, seen.append))(a)
+    jax.effects_barrier()
+    assert_same_bits(seen[0].scale_bias, a.scale_bias)
+
+
+@two_kinds
+def test_requantize(bits, scale_dtype):
+    x, y = (make_rows(seed=k) for k in (6, 7))
+    a, b = (sj.quantize(t, bits) for t in (x, y))
+    assert_same_bits(a.requantize(x).to_fused(), a.to_fused())
+    old, whole = np.asarray(dequantize(a)), np.asarray(dequantize(b))
+    want = 0.75 * old + 0.25 * whole
+    moved_little = 0.99 * old + 0.01 * whole
+    keys = jax.random.split(jax.random.key(0), 256)
+
+    @jax.jit
+    def run(a, b, keys):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), a, a)
+        of_stack = stacked.requantize(jnp.stack([want] * 2))
+        last = jax.tree.map(lambda x: x[1], of_stack)
+        average = a.requantize(0.75 * a.dequantize() + 0.25 * b.dequantize())
+        at_random = lambda key: a.requantize(moved_little, key).dequantize()
+        return average, last, a.requantize(moved_little), jax.vmap(at_random)(keys)
+
+    average, last, nearest, drawn = run(a, b, keys)
+    for got in (a.requantize(want), average, last):
+        assert repr(got) == repr(a)
+        assert_close(got, want)
+    # With a key, a step much smaller than a code takes effect in expectation.
+    gap = np.asarray(nearest.scale, F32)[:, None]
+    slack = np.abs(moved_little) * (2e-3 if scale_dtype is F16 else 1e-5) + 1e-4
+    assert np.all(np.abs(drawn.mean(0) - moved_little) <= 0.2 * gap + slack)
 
 
 # ------------------------------------------------------------------ training
+
+TARGET = np.full((4, 8), 100, F32)
+TX = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
 
 
 def gradients(params, ids, target):
@@ -550,53 +506,20 @@ def step(tx, params, state, ids, target):
     return optax.apply_updates(params, updates), state
 
 
-def test_weights_at_ids_out_of_range_may_be_anything():
-    q = sj.quantize(make_rows(50, 5), 4)
-    ids = np.tile(np.array([3, 60, -70, 7], np.int32), 20)
-    weights = np.where((ids >= 0) & (ids < 50), F32(0.5), F32(np.nan))
-    bags = np.arange(5).repeat(16)
-
-    @jax.jit
-    def run(q):
-        bag = functools.partial(sj.embedding_bag, q, mode="zero")
-        fixed = bag(ids.reshape(5, 16), weights=weights.reshape(5, 16))
-        ragged = bag(ids, bags, 5, weights=weights, indices_are_sorted=True)
-        return fixed, ragged, 2 * (q.get(3) + q.get(7))
-
-    *bags_of_both, want = run(q)
-    for got in bags_of_both:
-        np.testing.assert_allclose(got, np.tile(want, (5, 1)), rtol=1e-5, atol=1e-5)
-
-
-def test_no_bags_and_no_rows():
-    ids, bags = jnp.arange(40), jnp.zeros(40, int)
-    q, empty = sj.quantize(make_rows(50, 5), 4), sj.quantize(np.ones((0, 5)), 4)
-    run = jax.jit(sj.embedding_bag, static_argnums=3, static_argnames="mode")
-    assert run(q, ids, bags, 0).shape == (0, 5)
-    assert run(q, jnp.zeros((0, 5), int)).shape == (0, 5)
-    for got in (
-        run(empty, ids, bags, 2, mode="zero"),
-        run(empty, ids.reshape(2, 20), mode="zero"),
-    ):
-        np.testing.assert_array_equal(got, np.zeros((2, 5)))
-
-
 @pytest.mark.usefixtures("loose_promotion")  # optax's adam
 def test_a_step_in_8_bits_touches_the_rows_read():
     x = make_rows(40, 8, 6)
     params, before = {"t": sj.quantize(x)}, sj.quantize(x)
-    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
-    ids, target = jnp.array([7, 3, 7, 99]), np.full((4, 8), 100, F32)
-    train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-    after, state = train(params, tx.init(params), ids, target)
+    ids = jnp.array([7, 3, 7, 99])
+    train = jax.jit(functools.partial(step, TX), donate_argnums=(0, 1))
+    after, state = train(params, TX.init(params), ids, TARGET)
     others = np.delete(np.arange(40), [3, 7])
     rest_of = jax.jit(lambda t: (t.codes[others], t.scale_bias[others]))
     for got, want in zip(rest_of(after["t"]), rest_of(before), strict=True):
         assert_same_bits(got, want)
     old, rows = (np.asarray(dequantize(t)) for t in (before, after["t"]))
     # The gradient is 2 (row - target) for each read, and row 7 is read twice.
-    want = {3: np.full(8, 100.0), 7: 200 - old[7]}
-    for row, new in want.items():
+    for row, new in {3: np.full(8, 100.0), 7: 200 - old[7]}.items():
         scale = np.ptp(new) / 255
         np.testing.assert_allclose(rows[row], new, atol=scale + 1e-4)
     assert state.step == 1 and state.master == ()
@@ -604,11 +527,8 @@ def test_a_step_in_8_bits_touches_the_rows_read():
 
 def test_a_step_in_8_bits_of_a_table_without_rows():
     params = {"t": sj.quantize(np.ones((0, 8), F32))}
-    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
-    ids, target = jnp.array([0, 3]), jnp.ones((2, 8))
-    after, _ = jax.jit(functools.partial(step, tx))(
-        params, tx.init(params), ids, target
-    )
+    train = jax.jit(functools.partial(step, TX))
+    after, _ = train(params, TX.init(params), jnp.array([0, 3]), TARGET[:2])
     assert jax.tree.structure(after) == jax.tree.structure(params)
     assert after["t"].codes.shape == params["t"].codes.shape
 
@@ -616,11 +536,9 @@ def test_a_step_in_8_bits_of_a_table_without_rows():
 def test_updates_that_another_program_applies():
     """The sum with the scales is then computed, not known."""
     params = {"t": sj.quantize(make_rows(40, 8, 6), scale_dtype=F16)}
-    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.5)), 0)
-    ids, target = jnp.array([7, 3, 7, 99]), np.full((4, 8), 100, F32)
-    state = tx.init(params)
-    want, _ = jax.jit(functools.partial(step, tx))(params, state, ids, target)
-    update = lambda p: tx.update(gradients(p, ids, target), state, p)[0]
+    ids, state = jnp.array([7, 3, 7, 99]), TX.init(params)
+    want, _ = jax.jit(functools.partial(step, TX))(params, state, ids, TARGET)
+    update = lambda p: TX.update(gradients(p, ids, TARGET), state, p)[0]
     updates = jax.jit(update)(params)
     got = jax.jit(optax.apply_updates)(params, updates)
     assert_same_bits(got["t"].to_fused(), want["t"].to_fused())
@@ -631,24 +549,28 @@ def test_updates_that_another_program_applies():
 @pytest.mark.slow
 def test_rows_keep_their_scales_as_long_as_they_fit():
     """So numbers that did not change keep their codes, however they are rounded."""
-    from sparsejax._rows import quantized
-
     table = sj.quantize(make_rows(20, 8, 7)[8:13])
     rows = np.asarray(dequantize(table))
     middle, outside = rows.copy(), rows.copy()
     middle[:, 3] = rows.mean(axis=1)
     outside[:, 3] = 2 * rows.max(axis=1) + 1
     small = rows.mean(axis=1, keepdims=True) + 0.3 * (rows - rows.mean())
-    requantize = jax.jit(quantized.requantize, static_argnums=3)
+    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(1.0)), 0)
+
+    @jax.jit
+    def moved(table, gradient):
+        grads = sj.SelectedRows(np.arange(5), gradient, 5)
+        updates, _ = tx.update(grads, tx.init(table), table)
+        return optax.apply_updates(table, updates)
+
     for new, fits in ((middle, True), (outside, False), (small, False)):
-        codes, pair = requantize(new, table.scale_bias, jax.random.key(0), 8)
-        assert np.array_equal(pair, table.scale_bias) == fits
-        again = sj.QuantizedTable(codes, pair, 8, (8,), table.dtype)
+        again = moved(table, rows - new)
+        assert np.array_equal(again.scale_bias, table.scale_bias) == fits
         off = np.abs(np.asarray(dequantize(again)) - new)
         assert np.all(off <= np.asarray(again.scale)[:, None] * 1.001)
         if fits:
             same = np.delete(np.arange(8), 3)
-            assert_same_bits(*(np.asarray(x)[:, same] for x in (codes, table.codes)))
+            assert_same_bits(*(np.asarray(x.codes)[:, same] for x in (again, table)))
 
 
 @pytest.mark.slow
@@ -674,25 +596,20 @@ def test_training_in_8_bits():
     assert table.codes.dtype == jnp.uint8 and table.bits == 8
     float32, _, state = train(sj.optim.rounding(sgd, master=True), start)
     assert state.master["t"].shape == start.shape
-    adam, _, state = train(sj.optim.rounding(sj.optim.lazy(optax.adam(1e-2)), 0), start)
-    assert state.inner_state[0].mu["t"].shape == start.shape
     assert at_random < 1.1 * float32 + 0.01
-    assert adam < 0.02
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose_promotion")
 def test_a_step_in_8_bits_is_in_place():
     height, width = 200_000, 64
-    params = {
-        "t": jax.eval_shape(sj.quantize, jax.ShapeDtypeStruct((height, width), F32))
-    }
+    spec = jax.ShapeDtypeStruct
+    params = {"t": jax.eval_shape(sj.quantize, spec((height, width), F32))}
     tx = sj.optim.rounding(sj.optim.rowwise_adagrad(0.1), 0)
-    state = jax.eval_shape(tx.init, params)
-    ids = jax.ShapeDtypeStruct((256,), jnp.int32)
-    target = jax.ShapeDtypeStruct((256, width), F32)
+    batch = spec((256,), jnp.int32), spec((256, width), F32)
     train = jax.jit(functools.partial(step, tx), donate_argnums=(0, 1))
-    compiled = compile_as_users_do(train.lower(params, state, ids, target))
+    lowered = train.lower(params, jax.eval_shape(tx.init, params), *batch)
+    compiled = compile_as_users_do(lowered)
     text = compiled.as_text()
     assert f"f32[{height},{width}]" not in text
     assert f"f32[{height},2]" not in text
