@@ -90,9 +90,21 @@ KINDS = {
         lambda w: sj.parallel.shard_rows(w, _mesh(), "x"),
         dense=whole_array,
     ),
-    "store": Kind("`KVStore`", lambda w: w),
-    "cached": Kind("`CachedTable`", lambda w: w),
+    "store": Kind("`KVStore`", lambda w: _pulled(w), dense=lambda leaf: WHOLE),
+    "cached": Kind("`CachedTable`", lambda w: _pulled(w), dense=lambda leaf: WHOLE),
 }
+
+
+def _pulled(weights: Any) -> Any:
+    """The rows of `IDS` as a step gets them from a store."""
+    with _store(weights) as store:
+        return store.pull("t", IDS)
+
+
+def _store(weights: Any, tx: Any = None) -> Any:
+    store = sj.store.KVStore()
+    store.init("t", weights, tx)
+    return store
 
 
 # ------------------------------------------------------------------ reads
@@ -133,25 +145,20 @@ READS = {
 def try_read(name: str, read: Any) -> None:
     """Raises what the read raises, or an AssertionError if the values are wrong."""
     kind = KINDS[name]
-    if name in ("store", "cached") and read is _top_k:  # needs all rows
-        _, store = _from_store(name, None)
-        with store:
-            _compare_read(kind, jnp.asarray(store.pull_all("t")), read, IDS, WHOLE)
-        return
-    if name == "cached":
+    if read is _top_k and name in WHOLE_TABLES:
+        _compare_read(KINDS["array"], WHOLE_TABLES[name](), read)
+    elif name == "cached":
         _compare_cached(read)
-        return
-    if name == "store":
-        leaf, store = _from_store(name, None)
-        with store:
-            _compare_read(kind, leaf, read, IDS, WHOLE)
-        return
-    ids = IDS
-    leaf = kind.make(WHOLE)
-    if read is _top_k and name == "quantized":
-        leaf = leaf.dequantize()
-        kind = KINDS["array"]
-    _compare_read(kind, leaf, read, ids, np.asarray(kind.dense(leaf)))
+    else:
+        _compare_read(kind, kind.make(WHOLE), read)
+
+
+# What a search of all rows takes in place of the table.
+WHOLE_TABLES = {
+    "quantized": lambda: sj.quantize(WHOLE).dequantize(),
+    "store": lambda: jnp.asarray(_store(WHOLE).pull_all("t")),
+    "cached": lambda: jnp.asarray(_store(WHOLE).pull_all("t")),
+}
 
 
 def _values_and_gradient(read: Any, grad: Any, view: Any, table: Any, ids: Any) -> Any:
@@ -169,10 +176,14 @@ def _program(read: Any, grad: Any, view: Any) -> Any:
     return jax.jit(functools.partial(_values_and_gradient, read, grad, view))
 
 
-def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> None:
-    got, rows = _program(read, sj.grad, kind.view)(leaf, ids)
-    plain = _program(read, jax.grad, KINDS["array"].view)
-    want, dense = plain(jnp.asarray(whole), IDS)
+def _plain(read: Any, whole: Any) -> Any:
+    """The values and the gradient of plain JAX."""
+    return _program(read, jax.grad, KINDS["array"].view)(jnp.asarray(whole), IDS)
+
+
+def _compare_read(kind: Kind, leaf: Any, read: Any) -> None:
+    got, rows = _program(read, sj.grad, kind.view)(leaf, IDS)
+    want, dense = _plain(read, kind.dense(leaf))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
     if rows is not None:
         np.testing.assert_allclose(rows, dense, rtol=1e-5, atol=1e-5)
@@ -180,15 +191,13 @@ def _compare_read(kind: Kind, leaf: Any, read: Any, ids: Any, whole: Any) -> Non
 
 def _compare_cached(read: Any) -> None:
     """In a step of the store: its values, and the gradient as the step that it took."""
-    plain = _program(read, jax.grad, KINDS["array"].view)
-    want, dense = plain(jnp.asarray(WHOLE), IDS)
+    want, dense = _plain(read, WHOLE)
 
     def loss(params, ids):
         out = read(params["t"], ids)
         return jnp.sum(jnp.sin(out)), out
 
-    with sj.store.KVStore() as store:
-        store.init("t", WHOLE, optax.sgd(1.0))
+    with _store(WHOLE, optax.sgd(1.0)) as store:
         (_, got) = _cached_steps(store, sj.optim.lazy(optax.sgd(1.0)), loss, [IDS])
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
         step = WHOLE[IDS] - store.pull_all("t")[IDS]
@@ -204,16 +213,6 @@ def _cached_steps(store: Any, tx: Any, loss: Any, batches: Any) -> Any:
         params, state, value = step(params, state, jnp.asarray(ids))
     cache.flush(params, state)
     return value
-
-
-def _from_store(name: str, tx: Any) -> tuple[Any, Any]:
-    """Returns the rows of `IDS` as a step gets them, and the store."""
-    store = sj.store.KVStore()
-    store.init("t", WHOLE, tx)
-    if name == "cached" and tx is not None:
-        loss = lambda p, ids: (jnp.sum(p["t"][ids]), None)
-        _cached_steps(store, sj.optim.lazy(tx), loss, [IDS])
-    return store.pull("t", IDS), store
 
 
 # ------------------------------------------------------------------ training
@@ -233,50 +232,38 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
             grad = sj.optim.exact_value_and_grad(loss_fn, tx)
             (_, grads), params, state = grad(params, state, ids)
         else:
-            grads = sj.grad(loss_fn)(params, ids)
+            # Of a quantized table the loss reads pulled rows.
+            pulled = {"t": params["t"].pull(ids)} if name == "quantized" else params
+            grads = sj.grad(loss_fn)(pulled, ids)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     whole = jnp.asarray(WHOLE.astype(dtype))
-    if name == "store":
-        with sj.store.KVStore() as store:
-            store.init("t", whole, tx)
-            grad = jax.jit(sj.grad(loss_fn))
-            for ids in BATCHES:
-                pulled = {"t": store.pull("t", ids)}
-                store.push("t", grad(pulled, ids)["t"])
-            return store.pull_all("t")
-    if name == "cached":
-        with sj.store.KVStore() as store:
-            store.init("t", whole, tx)
-            with_none = lambda params, ids: (loss_fn(params, ids), None)
-            _cached_steps(store, tx, with_none, BATCHES)
+    if name in ("store", "cached"):
+        with _store(whole, tx) as store:
+            if name == "cached":
+                with_none = lambda params, ids: (loss_fn(params, ids), None)
+                _cached_steps(store, tx, with_none, BATCHES)
+            else:
+                grad = jax.jit(sj.grad(loss_fn))
+                for ids in BATCHES:
+                    store.push("t", grad({"t": store.pull("t", ids)}, ids)["t"])
             return store.pull_all("t")
     params = {"t": kind.make(whole)}
     state = jax.jit(tx.init)(params)
-    if name == "quantized":  # the loss reads pulled rows, the update takes the table
-
-        def step(params, state, ids):
-            grads = sj.grad(loss_fn)({"t": params["t"].pull(ids)}, ids)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
     step = jax.jit(step)
     for ids in BATCHES:
         params, state = step(params, state, ids)
     if is_exact:
         params, state = jax.jit(tx.flush)(params, state)
-    if _states(state):
+    if tx is TRAININGS["`ema(decay)`"].tx:
         params = jax.jit(sj.optim.ema_params)(params, state)
     return kind.dense(params["t"])
 
 
-def _states(state: Any) -> list[Any]:
-    is_state = lambda x: hasattr(x, "_fields") and "ema" in type(x).__name__.lower()
-    return [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
-
-
 def _train_dense(tx: Any) -> Any:
+    """The weights after each step of plain optax."""
+
     def step(carry, ids):
         params, state = carry
         grads = jax.grad(lambda t: jnp.sum((t[ids] - TARGET) ** 2))(params)
@@ -284,12 +271,13 @@ def _train_dense(tx: Any) -> Any:
         params = optax.apply_updates(params, updates)
         return (params, state), params
 
-    @jax.jit
-    def train(params):
-        return jax.lax.scan(step, (params, tx.init(params)), np.stack(BATCHES))
+    train = lambda start: jax.lax.scan(step, (start, tx.init(start)), np.stack(BATCHES))
+    return jax.jit(train)(WHOLE)[1]
 
-    (params, _), history = train(WHOLE)
-    return params, history
+
+def _averaged() -> Any:
+    shares = 0.5 ** np.arange(STEPS, 0, -1)
+    return np.tensordot(shares / shares.sum(), _train_dense(optax.sgd(0.1)), 1)
 
 
 class Training(NamedTuple):
@@ -301,33 +289,19 @@ class Training(NamedTuple):
     tolerance: float = 1e-4
 
 
-def _averaged() -> Any:
-    average = optax.ema(0.5)
-
-    @jax.jit
-    def last(history):
-        def step(state, weights) -> Any:
-            out, state = average.update(weights, state)
-            return state, out
-
-        return jax.lax.scan(step, average.init(WHOLE), history)[1][-1]
-
-    return last(_train_dense(optax.sgd(0.1))[1])
-
-
 TRAININGS = {
     "`lazy(tx)`": Training(
         sj.optim.lazy(optax.adagrad(0.1)),
-        lambda: _train_dense(optax.adagrad(0.1))[0],
+        lambda: _train_dense(optax.adagrad(0.1))[-1],
     ),
     "`exact(tx)`": Training(
         sj.optim.exact(optax.adam(0.1)),
-        lambda: _train_dense(optax.adam(0.1))[0],
+        lambda: _train_dense(optax.adam(0.1))[-1],
         tolerance=1e-3,
     ),
     "`accumulate(tx, k)`": Training(
         sj.optim.accumulate(sj.optim.lazy(optax.adagrad(0.1)), 2, capacity=12),
-        lambda: _train_dense(optax.MultiSteps(optax.adagrad(0.1), 2))[0],
+        lambda: _train_dense(optax.MultiSteps(optax.adagrad(0.1), 2))[-1],
     ),
     "`ema(decay)`": Training(
         sj.optim.lazy(optax.chain(optax.sgd(0.1), sj.optim.ema(0.5))),
@@ -335,7 +309,7 @@ TRAININGS = {
     ),
     "`rounding(tx, master=True)`": Training(
         sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True),
-        lambda: _train_dense(optax.sgd(0.1))[0],
+        lambda: _train_dense(optax.sgd(0.1))[-1],
         jnp.bfloat16,
         tolerance=0.05,
     ),
@@ -361,46 +335,37 @@ def try_training(name: str, row: str) -> None:
 # ------------------------------------------------------------------ files
 
 
-def _trees_equal(found: Any, kind: Kind, leaf: Any) -> None:
-    np.testing.assert_array_equal(kind.dense(found), kind.dense(leaf))
-
-
 def try_checkpoint(name: str) -> None:
     """Saves the table, and restores it into one of zeros."""
-    kind = KINDS[name]
+    kind, zeros, sgd = KINDS[name], np.zeros_like(WHOLE), optax.sgd(0.1)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "checkpoint"
         if name in ("store", "cached"):
-            _, store = _from_store(name, optax.sgd(0.1))
-            with store, sj.store.KVStore() as other:
+            with _store(WHOLE, sgd) as store, _store(zeros, sgd) as other:
                 if name == "store":
                     store.push("t", sj.SelectedRows([3], np.ones((1, D)), V))
+                else:
+                    loss = lambda p, ids: (jnp.sum(p["t"][ids]), None)
+                    _cached_steps(store, sj.optim.lazy(sgd), loss, [IDS])
                 store.save(path)
-                other.init("t", np.zeros_like(WHOLE), optax.sgd(0.1))
                 other.load(path)
                 found, saved = other.pull_all("t"), store.pull_all("t")
-                np.testing.assert_array_equal(found, saved)
                 assert np.any(saved != WHOLE)
-            return
-        tree = {"t": kind.make(WHOLE)}
-        like = {"t": kind.make(np.zeros_like(WHOLE))}
-        sj.parallel.save(path, tree)
-        _trees_equal(sj.parallel.restore(path, like)["t"], kind, tree["t"])
+        else:
+            leaf = kind.make(WHOLE)
+            sj.parallel.save(path, {"t": leaf})
+            like = {"t": kind.make(zeros)}
+            found, saved = map(kind.dense, (sj.parallel.restore(path, like)["t"], leaf))
+        np.testing.assert_array_equal(found, saved)
 
 
 def try_export(name: str) -> None:
     """Exports a function of the table, and calls what is read back."""
     kind = KINDS[name]
-    ids = IDS
-    if name in ("store", "cached"):
-        leaf, store = _from_store(name, None)
-        store.close()
-    else:
-        leaf = kind.make(WHOLE)
-    read = jax.jit(lambda leaf, ids: sj.lookup(kind.view(leaf), ids))
-    data = export.export(read)(leaf, ids).serialize()
-    got = export.deserialize(data).call(leaf, ids)
-    np.testing.assert_array_equal(got, read(leaf, ids))
+    leaf, read = kind.make(WHOLE), jax.jit(lambda t, ids: sj.lookup(kind.view(t), ids))
+    data = export.export(read)(leaf, IDS).serialize()
+    got = export.deserialize(data).call(leaf, IDS)
+    np.testing.assert_array_equal(got, read(leaf, IDS))
 
 
 # ------------------------------------------------------------------ the page
@@ -418,40 +383,6 @@ HOW = {
     ("checkpoint", "sharded"): "Call `sj.parallel.save`.",
     ("`rounding(tx, master=True)`", "quantized"): "The loss reads `table.pull(ids)`.",
 }
-
-HEAD = """\
-# Which table where
-
-Tables are kept in seven ways. The table below says what works with each of them.
-
-- **array `[V, D]`**: any table that fits on the device.
-- **stack `[K, V, D]`**: K tables of one shape in one parameter. A read is of
-  `table[k]`.
-- **`SelectedRows`**: some rows of a table. It is a gradient, or the rows of a pull,
-  which a loss reads in place of the table.
-- **`QuantizedTable`**: a table in 8, 4 or 2 bits.
-- **`ShardedTable`**: rows over several devices.
-- **`KVStore`**: rows in host memory or a file. A step reads the rows of `pull`.
-- **`CachedTable`**: the same, with the hot rows on the device, where
-  `store.train_step` trains them.
-
-**yes** means that values, gradients or trained weights equal the result of plain JAX
-and optax on a dense array; a number says how. **no** means that the call raises the
-error of that number. A test tries each cell.
-"""
-PAIRS = """
-## Which optimizer where
-
-A wrapped optimizer trains the same weights in each of these places as in a plain loop,
-with one compilation and no temporary of the table's size. **no** means that it is
-refused. A test tries each cell.
-
-"""
-FOOT = """
-`tx` is an optax transformation. `lazy` and `accumulate` were tried with Adagrad,
-`exact` with Adam, `ema` and `rounding` with SGD. In a `KVStore` the optimizer is an
-argument of `init`, and runs on the host.
-"""
 
 
 def tried(row: str, call: Any, name: str) -> str:
@@ -477,8 +408,8 @@ ROWS: dict[str, Any] = {
 
 
 def page(cells: dict[tuple[str, str], str]) -> str:
-    """The text of the page; `cells` are the results of `tried` by row and kind."""
-    lines = ["", "| | " + " | ".join(k.title for k in KINDS.values()) + " |"]
+    """The page with new tables; `cells` are the results of `tried` by row and kind."""
+    lines = ["| | " + " | ".join(k.title for k in KINDS.values()) + " |"]
     lines.append("|---|" + "---|" * len(KINDS))
     notes: list[str] = []
     for row in ROWS:
@@ -492,8 +423,11 @@ def page(cells: dict[tuple[str, str], str]) -> str:
             number = f" [{notes.index(note) + 1}]" if note else ""
             shown.append(("yes" if works else "no") + number)
         lines.append(f"| {row} | " + " | ".join(shown) + " |")
-    said = ["", *(f"{k}. {note}" for k, note in enumerate(notes, 1))]
-    return HEAD + "\n".join(lines + said) + "\n" + FOOT + PAIRS + pairs.table()
+    lines += ["", *(f"{k}. {note}" for k, note in enumerate(notes, 1)), "", ""]
+    # The first table ends where the text goes on, and the last one ends the page.
+    tables = re.compile(r"^\| \| .*?(?=^`tx`|\Z)", re.MULTILINE | re.DOTALL)
+    head, middle, _ = tables.split(PAGE.read_text())
+    return head + "\n".join(lines) + middle + pairs.table()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
     python tests/docs/exchange_page.py wire              the table of bytes on the wire
     python tests/docs/exchange_page.py devices 64 512    compile for so many CPU devices
-    python tests/docs/exchange_page.py lower 1024        lower for an abstract mesh
     python tests/docs/exchange_page.py tpu v5p:8x8x16 8  compile for a TPU, 8 tables
     python tests/docs/exchange_page.py tpu v5e:2x2 1 32  the same, rows of 32 columns
     python tests/docs/exchange_page.py h200 1x1x8 1      compile for eight H200
@@ -73,14 +72,8 @@ def measured():
     return {"C": sj.parallel.measure_capacity(table, ids), "U": distinct}
 
 
-LAYOUTS = (
-    "row-sharded",
-    "row-sharded, bfloat16",
-    "row-sharded by XLA",
-    "column-sharded",
-    "replicated, sparse",
-    "replicated, dense",
-)
+SHARDED = "row-sharded", "row-sharded, bfloat16", "row-sharded by XLA"
+LAYOUTS = *SHARDED, "column-sharded", "replicated, sparse", "replicated, dense"
 
 
 def sent(layout):
@@ -122,14 +115,13 @@ def sent(layout):
 # ------------------------------------------------------------------ the plan
 
 
-def plan_step(mesh, tables, rows, width, ids, capacity=PLAN_CAPACITY):
+def plan_step(mesh, tables, rows, width, ids):
     """A jitted step and its arguments in the abstract, for any mesh."""
-    devices = mesh.size
     spec = lambda shape, kind, *parts: jax.ShapeDtypeStruct(
         shape, kind, sharding=NamedSharding(mesh, P(*parts))
     )
     table = jax.ShapeDtypeStruct((rows, width), np.float32)
-    shard = functools.partial(sj.parallel.shard_rows, capacity=capacity)
+    shard = functools.partial(sj.parallel.shard_rows, capacity=PLAN_CAPACITY)
     params = {
         "tables": [shard(table, mesh, "x") for _ in range(tables)],
         "dense": spec((width,), np.float32),
@@ -151,28 +143,23 @@ def plan_step(mesh, tables, rows, width, ids, capacity=PLAN_CAPACITY):
         return optax.apply_updates(params, updates), state, value
 
     state = jax.tree.map(lay_out, jax.eval_shape(tx.init, params))
-    batch = [spec((devices * ids,), np.int32, "x")] * tables
-    targets = spec((devices * ids,), np.float32, "x")
+    batch = [spec((mesh.size * ids,), np.int32, "x")] * tables
+    targets = spec((mesh.size * ids,), np.float32, "x")
     step = jax.jit(step, donate_argnums=(0, 1))
     return step, (params, state, batch, targets)
 
 
-def lower(devices, platform):
-    """The StableHLO of the plan for one table over an abstract mesh."""
-    mesh = AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
-    shape = {**PLAN, "tables": 1}
-    del shape["devices"]
-    step, args = plan_step(mesh, **shape)
-    return step.trace(*args).lower(lowering_platforms=(platform,))
+def lower(mesh, platform, tables=1, rows=PLAN["rows"], ids=PLAN["ids"]):
+    """The StableHLO of the plan over an abstract mesh."""
+    step, args = plan_step(mesh, tables, rows, PLAN["width"], ids)
+    return step.trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
 def compile_for(mesh, tables, width=PLAN["width"]):
     """Compiles the plan; returns the bytes that a device holds and sends."""
-    shape = {**PLAN, "tables": tables, "width": width}
-    del shape["devices"]
     # A mesh of fewer devices holds fewer rows: as many on each.
-    shape["rows"] = shape["rows"] // PLAN["devices"] * mesh.size
-    step, args = plan_step(mesh, **shape)
+    rows = PLAN["rows"] // PLAN["devices"] * mesh.size
+    step, args = plan_step(mesh, tables, rows, width, PLAN["ids"])
     begin = time.perf_counter()
     compiled = step.lower(*args).compile()
     memory = compiled.memory_analysis()
@@ -208,23 +195,13 @@ def main(what, *args):
     elif what == "devices":
         for count in map(int, args):
             print(compile_for(make_mesh(count), 1))
-    elif what == "lower":
-        for platform in ("tpu", "cuda"):
-            text = lower(int(args[0]), platform).as_text()
-            print(platform, len(text), "characters,", text.count("all_to_all"))
     else:
         from jax.experimental import topologies
 
-        describe = functools.partial(topologies.get_topology_desc, args[0], "tpu")
-        if what == "h200":
-            describe = functools.partial(
-                topologies.get_topology_desc,
-                "h200",
-                "cuda",
-                target_config=cuda_program.DEVICE,
-                topology=args[0],
-            )
-        topology = describe()
+        h200 = {"target_config": cuda_program.DEVICE, "topology": args[0]}
+        place = ("h200", "cuda") if what == "h200" else (args[0], "tpu")
+        more = h200 if what == "h200" else {}
+        topology = topologies.get_topology_desc(*place, **more)
         mesh = jax.sharding.Mesh(np.array(topology.devices), ("x",))
         print(topology.devices[0].device_kind, compile_for(mesh, *map(int, args[1:])))
 

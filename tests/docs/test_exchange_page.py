@@ -18,6 +18,11 @@ TEXT = page.PAGE.read_text() + page.PLANNED.read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
+MESH = page.AbstractMesh(
+    (page.PLAN["devices"],), ("x",), axis_types=(page.AxisType.Auto,)
+)
+
+
 def cells(first):
     """The rows of the table whose header starts with `first`, below its rule."""
     table = TEXT[TEXT.index(f"\n| {first} |") + 1 :].split("\n\n")[0].splitlines()[2:]
@@ -86,25 +91,19 @@ def test_the_plan_adds_up():
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_the_plan_is_lowered_for_an_abstract_mesh(platform):
-    text = page.lower(page.PLAN["devices"], platform).as_text()
+    text = page.lower(MESH, platform)
     assert f"num_partitions = {page.PLAN['devices']}" in text
     assert text.count("all_to_all") == 4
 
 
 def test_more_than_2_to_31_rows_need_64_bit_ids():
-    mesh = page.AbstractMesh((1024,), ("x",))
-
-    def lower():
-        step, args = page.plan_step(mesh, 1, 7_812_500_000, 128, 32_768)
-        return step.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
-
+    lower = lambda: page.lower(MESH, "tpu", rows=7_812_500_000, ids=32_768)
     with pytest.raises(ValueError, match="needs 64-bit ids. Set jax_enable_x64"):
         lower()
     with _compat.enable_x64(True):
         assert "all_to_all" in lower()
 
 
-@pytest.mark.slow
 def test_the_plan_is_compiled_for_32_devices():
     told = {row[1]: row for row in cells("compiled for") if row[0] == "CPU"}
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
