@@ -5,9 +5,8 @@
 
 A child works without end: it replaces a file, saves a store, trains a mapped table,
 on the host or in a device cache, or one whose rows change hands between keys, or writes
-changes that other stores apply.
-It reports each step. It is killed (SIGKILL) at a random moment, and another
-process reads its files:
+changes that other stores apply. It reports each step. It is killed (SIGKILL) at a
+random moment, and another process reads its files:
 
 - a file that was replaced, or a saved store, is the last one or the one before;
 - a mapped table opens, and the rows of all pushes but the last are whole;
@@ -24,6 +23,7 @@ The parent does not use JAX, so that children can be forked from it and start JA
 
 import argparse
 import math
+import multiprocessing
 import os
 import pathlib
 import random
@@ -40,79 +40,58 @@ import optax
 
 import sparsejax as sj
 from sparsejax._files import replacing
-from sparsejax.store import _mapped
 
 
 V, D, BATCH = 40_000, 8, 40
 STEPS = V // BATCH
 TX = optax.sgd(1.0)
+FORK = multiprocessing.get_context("fork")
 
 Work = Callable[[pathlib.Path, int], Iterator[None]]
 Check = Callable[[pathlib.Path, int, int], int]
 
 # ------------------------------------------------------------------ kinds of work
 
-# `work(folder, start)` goes on from version `start`, and yields after each version.
-# `check(folder, done, begun)` looks for version `done`, or `begun` if one was begun,
-# and returns the one that it found.
+# `work(path, start)` goes on from version `start`, and yields after each version.
+# `check(path, done, begun)` looks for version `done`, or `begun` if one was begun, and
+# returns the one that it found. It is called only if there is a file at the path.
 
 
-def _replace(folder, start):
+def _replace(path, start):
     while True:
         start += 1
-        with replacing(folder / "file") as file:
+        with replacing(path) as file:
             for _ in range(4):
                 file.write(start.to_bytes(4, "little") * 20_000)
         yield
 
 
-def _check_replaced(folder, done, begun):
-    path = folder / "file"
-    if not path.exists():
-        assert done == 0
-        return 0
+def _check_replaced(path, done, begun):
     found = np.frombuffer(path.read_bytes(), np.uint32)
-    assert (
-        len(found) == 80_000 and found[0] in (done, begun) and (found == found[0]).all()
-    )
+    assert len(found) == 80_000 and found[0] in (done, begun)
+    assert (found == found[0]).all()
     return int(found[0])
 
 
-def _specs():
-    shapes = [((V, D), np.float32), ((V,), np.uint8)]
-    return [jax.ShapeDtypeStruct(*spec) for spec in shapes]
+def _store(shape: Any = (V, D), tx: Any = TX, **options):
+    store = sj.store.KVStore()
+    store.init("t", shape, tx, **options)
+    return store
 
 
-def _header():
-    key = {"impl": "threefry2x32", "data": [0, 0]}
-    start = {"shape": [V, D], "dtype": "float32", "state": [], "given": False}
-    return start | {"first": [], "key": key, "keyed": False}
-
-
-def _create(folder, start):
+def _create(path, start):
     while True:
         start += 1
-        (folder / "table").unlink(missing_ok=True)
-        memory = _mapped.MappedFile(folder / "table", _specs(), {}, _header(), "t")
-        memory.arrays[0][:] = start
-        memory.close()
+        path.unlink(missing_ok=True)
+        _store(np.full((V, D), start, np.float32), None, path=path).close()
         yield
 
 
-def _check_created(folder, done, begun):
-    if not (folder / "table").exists():
-        return begun
-    memory = _mapped.MappedFile(folder / "table", _specs(), {}, _header(), "t")
-    found = {int(x) for x in np.unique(memory.arrays[0])}
-    memory.close()
-    assert found <= {0, done, begun}, found
-    return max(found)
-
-
-def _store(folder, **options):
-    store = sj.store.KVStore()
-    store.init("t", (V, D), TX, **options)
-    return store
+def _check_created(path, done, begun):
+    with _store(tx=None, path=path) as store:
+        (found,) = np.unique(store.pull_all("t"))
+    assert found in (done, begun)
+    return int(found)
 
 
 def _push(store, version):
@@ -126,35 +105,31 @@ def _check_rows(store, done, begun):
     rows = store.pull_all("t")[:, 0].reshape(STEPS, BATCH)
     assert (rows[:done] == 1).all() and (rows[begun:] == 0).all()
     assert np.isin(rows[done:begun], (0, 1)).all()
-    whole = begun if (rows[done:begun] == 1).all() else done
-    return whole
+    return begun if (rows[done:begun] == 1).all() else done
 
 
-def _save(folder, start):
-    store = _store(folder)
+def _save(path, start):
+    store = _store()
     if start:
-        store.load(folder / "store")
+        store.load(path)
     while start < STEPS:
         start += 1
         _push(store, start)
-        store.save(folder / "store")
+        store.save(path)
         yield
 
 
-def _check_saved(folder, done, begun):
-    if not (folder / "store").exists():
-        assert done == 0
-        return 0
-    store = _store(folder)
-    store.load(folder / "store")
+def _check_saved(path, done, begun):
+    store = _store()
+    store.load(path)
     found = _check_rows(store, done, begun)
     count = store.stats()["t"].touched_rows
     assert count == found * BATCH, (count, found)  # no part of a push is in a save
     return found
 
 
-def _train(folder, start):
-    store = _store(folder, path=folder / "table")
+def _train(path, start):
+    store = _store(path=path)
     while start < STEPS:
         start += 1
         _push(store, start)
@@ -162,27 +137,22 @@ def _train(folder, start):
         yield
 
 
-def _prefetch(folder, start):
-    store = _store(folder, path=folder / "table")
+def _prefetch(path, start):
+    store = _store(path=path)
     batches = [np.arange(k * BATCH, (k + 1) * BATCH) for k in range(start, STEPS)]
-    for ids, rows in store.prefetch(batches, lambda ids: ids, depth=2):
+    for _, rows in store.prefetch(batches, lambda ids: ids, depth=2):
         store.push("t", rows.map(lambda values: -jax.numpy.ones_like(values)))
         store.flush()
-        start += 1
         yield
 
 
-def _check_mapped(folder, done, begun):
-    if not (folder / "table").exists():
-        assert done == 0
-        return 0
-    store = _store(folder, path=folder / "table")
-    found = _check_rows(store, done, begun)
-    if found < begun:  # the push was killed: it is done again on rows that start anew
-        rows = np.arange(done * BATCH, begun * BATCH, dtype=np.int32)
-        zeros = np.zeros((len(rows), D), np.float32)
-        store.assign("t", sj.SelectedRows(rows, zeros, V))
-    store.close()
+def _check_mapped(path, done, begun):
+    with _store(path=path) as store:
+        found = _check_rows(store, done, begun)
+        if found < begun:  # the push was killed: its rows start anew, and it is redone
+            rows = np.arange(done * BATCH, begun * BATCH, dtype=np.int32)
+            zeros = np.zeros((len(rows), D), np.float32)
+            store.assign("t", sj.SelectedRows(rows, zeros, V))
     return found
 
 
@@ -191,11 +161,10 @@ def _cache_batches(version):
     return np.random.default_rng(version).integers(0, V, (8, BATCH), np.int32)
 
 
-def _cache(folder, start):
+def _cache(path, start):
     """Each step adds 1 to its rows on the device; most leave before the flush."""
-    store = _store(folder, path=folder / "table")
-    cache = sj.store.CachedTable(store, "t", 2 * BATCH)
-    tx = sj.optim.lazy(TX)
+    store = _store(path=path)
+    cache, tx = sj.store.CachedTable(store, "t", 2 * BATCH), sj.optim.lazy(TX)
     params: Any = cache.table
     state = tx.init(params)
     step = store.train_step(lambda table, ids: -table[ids].sum(), tx)
@@ -207,14 +176,11 @@ def _cache(folder, start):
         yield
 
 
-def _check_cached(folder, done, begun):
+def _check_cached(path, done, begun):
     """All rows are as they were at one flush: the last, or the one that was begun."""
-    if not (folder / "table").exists():
-        assert done == 0
-        return 0
-    store = _store(folder, path=folder / "table")
-    rows, found = store.pull_all("t"), store.engine.tables["t"].flushed_step or 0
-    store.close()
+    with _store(path=path) as store:
+        rows = store.pull_all("t")
+        found = sj.store.CachedTable(store, "t", 1).step or 0
     assert found in (done, begun)
     expected = np.zeros((V, D), np.float32)
     for version in range(1, found + 1):
@@ -223,20 +189,17 @@ def _check_cached(folder, done, begun):
     return found
 
 
-def _keyed(folder):
-    store = sj.store.KVStore()
-    policy = sj.store.KeyPolicy(admit_after=2)
-    store.init("t", (3 * BATCH, D), TX, path=folder / "table", keys=policy)
-    return store
+def _keyed(path):
+    return _store((3 * BATCH, D), path=path, keys=sj.store.KeyPolicy(admit_after=2))
 
 
 def _keys_of(version):
     return np.arange((version - 1) * BATCH, version * BATCH) + 1
 
 
-def _train_keys(folder, start):
+def _train_keys(path, start):
     """Version k adds to the rows of its keys, which are new, the keys themselves."""
-    store = _keyed(folder)
+    store = _keyed(path)
     while start < STEPS:
         start += 1
         keys = _keys_of(start)
@@ -248,211 +211,180 @@ def _train_keys(folder, start):
         yield
 
 
-def _check_keys(folder, done, begun):
+def _check_keys(path, done, begun):
     """A key has its own weights or, if its push was not done, none."""
-    if not (folder / "table").exists():
-        assert done == 0
-        return 0
-    store = _keyed(folder)
-    keys, rows = store.items("t")
-    assert len({*keys.tolist()}) == len(keys) == store.stats()["t"].keys
-    weights = store.pull_all("t")[rows]
-    assert ((weights == keys[:, None]) | (weights == 0)).all()
-    is_own = (weights == keys[:, None]).all(axis=1)
+    with _keyed(path) as store:
+        keys, rows = store.items("t")
+        assert len({*keys.tolist()}) == len(keys) == store.stats()["t"].keys
+        weights = store.pull_all("t")[rows]
+    is_own = weights == keys[:, None]
+    assert (is_own | (weights == 0)).all()
     if done:
-        assert is_own[np.isin(keys, _keys_of(done))].sum() == BATCH
-    store.close()
+        assert is_own.all(axis=1)[np.isin(keys, _keys_of(done))].sum() == BATCH
     return done
 
 
-def _load(folder, start):
+def _opened(path):
+    """The table; a new one in place of one that is half loaded."""
+    try:
+        return _store(path=path)
+    except ValueError as error:
+        assert "half loaded" in str(error)
+    path.unlink()
+    return _store(path=path)
+
+
+def _load(path, start):
     """A saved store is loaded again and again into a mapped table."""
-    if not (folder / "store").exists():
-        store = _store(folder)
+    saved = path.with_name("store")
+    if not saved.exists():
+        store = _store()
         for version in range(1, 20):
             _push(store, version)
-        store.save(folder / "store")
-    (folder / "table").unlink(missing_ok=True)
-    store = _store(folder, path=folder / "table")
+        store.save(saved)
+    path.unlink(missing_ok=True)
+    store = _store(path=path)
     while True:
-        store.load(folder / "store")
+        store.load(saved)
         yield
 
 
-def _check_loaded(folder, done, begun):
+def _check_loaded(path, done, begun):
     """The table is as it was saved, or raises that it is half loaded."""
-    if (folder / "table").exists():
-        try:
-            store = _store(folder, path=folder / "table")
-        except ValueError as error:
-            assert "half loaded" in str(error)
-        else:
-            rows = store.pull_all("t")[:, 0]
-            assert (rows[: 19 * BATCH] == rows[0]).all() and not rows[
-                19 * BATCH :
-            ].any()
-            store.close()
+    with _opened(path) as store:
+        count = 19 if store.pull_all("t")[0].any() else 0
+        _check_rows(store, count, count)
     return begun
 
 
-def _follow(folder, start):
+def _follow(path, start):
     """A trainer writes changes; a store in memory and one in a file apply them."""
-    trainer, follower = _store(folder), _store(folder)
+    changes, saved = path.with_name("changes"), path.with_name("follower")
+    trainer, follower = _store(), _store()
+    if saved.exists():
+        follower.load(saved)
+    mapped = _opened(path.with_name("table"))
     if start:
-        trainer.load(folder / "store")
-    if (folder / "follower").exists():
-        follower.load(folder / "follower")
-    mapped = _mapped_follower(folder)
-    if start:
-        mapped.load(folder / "store")
+        trainer.load(path)
+        mapped.load(path)
     since = 0  # another run of the trainer begins
     while start < STEPS:
         start += 1
         _push(trainer, start)
-        trainer.save(folder / "store")
-        since = trainer.export_changes(folder / "changes", since=since)
+        trainer.save(path)
+        since = trainer.export_changes(changes, since=since)
         for store in (follower, mapped):
-            store.apply_changes(folder / "changes")
+            store.apply_changes(changes)
             assert store.version == start
-        follower.save(folder / "follower")
+        follower.save(saved)
         yield
 
 
-def _mapped_follower(folder):
-    try:
-        return _store(folder, path=folder / "table")
-    except ValueError as error:
-        assert "half loaded" in str(error)
-    (folder / "table").unlink()
-    return _store(folder, path=folder / "table")
-
-
-def _check_followers(folder, done, begun):
-    found = _check_saved(folder, done, begun)
-    if (folder / "follower").exists():
-        store = _store(folder)
-        store.load(folder / "follower")
+def _check_followers(path, done, begun):
+    saved, table = path.with_name("follower"), path.with_name("table")
+    if saved.exists():
+        store = _store()
+        store.load(saved)
         for _ in range(2):  # all rows of its version, and of the version of the file
             assert store.version <= begun
             _check_rows(store, store.version, store.version)
-            store.apply_changes(folder / "changes")
+            store.apply_changes(path.with_name("changes"))
     else:
         assert done == 0
-    if (folder / "table").exists():
-        with _mapped_follower(folder) as store:
+    if table.exists():
+        with _opened(table) as store:
             count = int(store.pull_all("t")[:, 0].sum()) // BATCH
             assert count <= begun
             _check_rows(store, count, count)
-    return found
+    return _check_saved(path, done, begun)
 
 
-KINDS: dict[str, tuple[Work, Check]] = {
-    "replace": (_replace, _check_replaced),
-    "create": (_create, _check_created),
-    "save": (_save, _check_saved),
-    "load": (_load, _check_loaded),
-    "push": (_train, _check_mapped),
-    "prefetch": (_prefetch, _check_mapped),
-    "cache": (_cache, _check_cached),
-    "keys": (_train_keys, _check_keys),
-    "changes": (_follow, _check_followers),
+KINDS: dict[str, tuple[str, Work, Check]] = {  # with the name of the file
+    "replace": ("file", _replace, _check_replaced),
+    "create": ("table", _create, _check_created),
+    "save": ("store", _save, _check_saved),
+    "load": ("table", _load, _check_loaded),
+    "push": ("table", _train, _check_mapped),
+    "prefetch": ("table", _prefetch, _check_mapped),
+    "cache": ("table", _cache, _check_cached),
+    "keys": ("table", _train_keys, _check_keys),
+    "changes": ("store", _follow, _check_followers),
 }
 
 
 # ------------------------------------------------------------------ killing
 
 
-def _in_child(work: Callable[[], Any]) -> int:
-    """Forks a child, which runs `work` and exits with 0 if it returns."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return child
-
-
 class Victim:
     """A job that is killed again and again, in a folder of its own."""
 
     def __init__(self, kind: str, folder: pathlib.Path, rng: random.Random):
-        self.kind, self.folder, self.rng = kind, folder, rng
-        self.version = 0
-        self.kills = 0
+        self.kind, self.rng = kind, rng
+        name, self.work, self.check = KINDS[kind]
+        self.path = folder / kind / name
+        self.path.parent.mkdir()
+        self.version = self.kills = 0
 
     def kill(self) -> None:
         """Starts a child, kills it, and checks its files."""
-        work, check = KINDS[self.kind]
-        start = self.version
         told, tell = os.pipe()
+        found = FORK.Value("q", self.version)
 
         def run():
-            steps = work(self.folder, start)
+            steps = self.work(self.path, self.version)
             while True:
                 os.write(tell, b"<")
                 next(steps)
                 os.write(tell, b">")
 
-        child = _in_child(run)
+        child = FORK.Process(target=run)
+        child.start()
         os.close(tell)
         marks = os.read(told, 1)
         # While the store is made, or from the first step on.
         if self.rng.random() < 0.8:
             marks += os.read(told, 1)
-        time.sleep(
-            self.rng.choice([0, self.rng.uniform(0, 0.02), self.rng.random() / 5])
-        )
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
+        pauses = 0, self.rng.uniform(0, 0.02), self.rng.random() / 5
+        time.sleep(self.rng.choice(pauses))
+        child.kill()
+        child.join()
         while more := os.read(told, 1 << 16):
             marks += more
         os.close(told)
+        done, begun = (self.version + marks.count(x) for x in (b">", b"<"))
         # A child that was through with all versions is not killed any more.
-        assert os.WIFSIGNALED(status) or start + marks.count(b"<") >= STEPS, self.kind
+        assert child.exitcode == -signal.SIGKILL or begun >= STEPS, self.kind
         self.kills += 1
-        self._check(check, start + marks.count(b">"), start + marks.count(b"<"))
 
-    def _check(self, check: Check, done: int, begun: int) -> None:
-        found, answer = os.pipe()
+        def check():
+            if self.path.exists():
+                found.value = self.check(self.path, done, begun)
+            elif self.kind in ("create", "load"):  # which remove it
+                found.value = begun
+            else:
+                assert done == 0
 
-        def run():
-            version = check(self.folder, done, begun)
-            os.write(answer, version.to_bytes(8, "little"))
-
-        child = _in_child(run)
-        os.close(answer)
-        content = os.read(found, 8)
-        os.close(found)
-        _, status = os.waitpid(child, 0)
-        assert status == 0, (
-            f"{self.kind}: version {done} or {begun} is not what is there"
-        )
-        self.version = int.from_bytes(content, "little")
+        self._in_child(check)
+        self.version = found.value
         if self.version >= STEPS - 1:
             self.finish()
             self.version = 0
 
     def finish(self) -> None:
         """Goes one more step, checks the names in the folder, and empties it."""
-        work, _ = KINDS[self.kind]
         start = min(self.version, STEPS - 1)
-        child = _in_child(lambda: next(work(self.folder, start)))
-        assert os.waitpid(child, 0)[1] == 0
-        names = ("file", "store", "table", "changes", "follower")
-        for path in self.folder.iterdir():  # a killed child leaves temporary files
-            assert path.name in names or path.name.startswith(
-                tuple(f".{name}." for name in names)
-            ), path
-        for path in self.folder.iterdir():
+        self._in_child(lambda: next(self.work(self.path, start)))
+        names = "file", "store", "table", "changes", "follower"
+        for path in self.path.parent.iterdir():  # a killed child leaves temporary files
+            is_temporary = path.name.startswith(tuple(f".{name}." for name in names))
+            assert path.name in names or is_temporary, path
             path.unlink()
+
+    def _in_child(self, work: Callable[[], Any]) -> None:
+        child = FORK.Process(target=work)
+        child.start()
+        child.join()
+        assert child.exitcode == 0, f"{self.kind}: see above"
 
 
 def main() -> int:
@@ -464,11 +396,7 @@ def main() -> int:
     given = parser.parse_args()
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as folder:
-        victims = []
-        for kind in given.kind or KINDS:
-            own = pathlib.Path(folder, kind)
-            own.mkdir()
-            victims.append(Victim(kind, own, rng))
+        victims = [Victim(x, pathlib.Path(folder), rng) for x in given.kind or KINDS]
         seconds = given.seconds if given.count is None else math.inf
         until = time.monotonic() + seconds
         for k in range(given.count or 10**9):
