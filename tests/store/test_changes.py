@@ -1,5 +1,6 @@
 """Files of changes: a follower is equal to its trainer at each version."""
 
+import functools
 import os
 from typing import Any
 
@@ -11,25 +12,19 @@ import pytest
 
 import changes_model
 import sparsejax as sj
+import test_store_files
 from helpers import assert_same_bits, make_rows
 from sparsejax.store import _history, _table
-from test_store_files import ARRAY, NARROW_TX, TX, D, V, one_table, same_state, steps
+from test_store_files import ARRAY, TX, D, V, one_table, same_state, same_weights, steps
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
-
-def new_store(tx: Any = TX, seed=1):
-    store = one_table(tx, key=seed)
-    store.init("given", ARRAY, tx)
-    narrow = None if tx is None else NARROW_TX
-    store.init("narrow", (V,), narrow, dtype=jnp.bfloat16)
-    return store
+new_store = functools.partial(test_store_files.new_store, given_tx=TX)
 
 
-def same(store, other):
-    for name in store.names():
-        assert_same_bits(store.pull_all(name), other.pull_all(name))
+def without_tx():
+    return test_store_files.new_store(None)
 
 
 # ------------------------------------------------------------------ equal
@@ -42,12 +37,16 @@ def test_random_steps_against_dicts(monkeypatch, block):
     assert found["applied"] and found["refused"]
 
 
-def test_a_follower_without_optimizer_is_equal_at_each_version(tmp_path):
-    trainer, follower = new_store(), new_store(None)
+def test_a_follower_is_equal_at_each_version(tmp_path):
+    """One without an optimizer, and one with the state, which goes on alike."""
+    trainer, follower, twin = new_store(), without_tx(), new_store()
     version, path = 0, tmp_path / "changes"
-    for k in range(4):
+    for k in range(3):
         steps(trainer, range(3 * k, 3 * k + 3))
         changed = trainer.changed_since(version)
+        trainer.export_changes(path, since=version, state=True)
+        twin.apply_changes(path)
+        same_state(trainer, twin)
         version = trainer.export_changes(path, since=version)
         assert version == trainer.version == 9 * (k + 1)
         found = follower.apply_changes(path)
@@ -56,31 +55,20 @@ def test_a_follower_without_optimizer_is_equal_at_each_version(tmp_path):
             assert found[name].rows.tolist() == changed[name].tolist()
             assert found[name].rows.dtype == np.int32
             assert 8 <= changed[name].size <= 24 and not found[name].evicted.size
-        same(trainer, follower)
+        same_weights(trainer, follower)
     size = path.stat().st_size
     assert size < 3 * 24 * (8 + 1 + 16) + 6_000  # rows that changed, and a header
-
-
-def test_a_follower_with_state_goes_on_alike(tmp_path):
-    trainer, follower, path = new_store(), new_store(), tmp_path / "changes"
-    version = 0
-    for k in range(2):
-        steps(trainer, range(3 * k, 3 * k + 3))
-        version = trainer.export_changes(path, since=version, state=True)
-        follower.apply_changes(path)
-        same_state(trainer, follower)
-    for store in (trainer, follower):
-        steps(store, range(6, 9))
-    same_state(trainer, follower)
+    for store in (trainer, twin):
+        steps(store, range(9, 11))
+    same_state(trainer, twin)
 
 
 def test_rows_read_early_are_the_new_ones(tmp_path):
     trainer, follower = one_table(), one_table(None)
     steps(trainer, range(2))
     trainer.export_changes(tmp_path / "changes", since=0)
-    batches = [np.arange(V)] * 3
     found = []
-    for _, rows in follower.prefetch(batches, lambda ids: ids, depth=2):
+    for _, rows in follower.prefetch([np.arange(V)] * 3, lambda ids: ids, depth=2):
         found.append(np.asarray(rows.values)[:V])
         follower.apply_changes(tmp_path / "changes")
     assert_same_bits(found[1], trainer.pull_all("t"))
@@ -105,26 +93,23 @@ def test_a_version_grows_by_one_with_each_change():
 
 
 def test_a_device_cache_changes_rows_when_it_is_flushed(tmp_path):
-    store, follower = one_table(optax.adam(0.1)), one_table(None)
-    cache = sj.store.CachedTable(store, "t", 4)
-    tx = sj.optim.lazy(optax.adam(0.1))
+    store, follower = one_table(), one_table(None)
+    cache, tx = sj.store.CachedTable(store, "t", 4), sj.optim.lazy(TX)
     params: Any = cache.table
     state = tx.init(params)
     step = store.train_step(lambda p, ids: p[ids].sum(), tx)
     for ids in ([3, 7], [1, 2], [9, 8]):
         params, state, _ = step(params, state, np.array(ids))
-    for call in (
-        lambda: store.changed_since(0),
-        lambda: store.export_changes(tmp_path / "changes", since=0),
-    ):
+    export = lambda: store.export_changes(tmp_path / "changes", since=0)
+    for call in (lambda: store.changed_since(0), export):
         with pytest.raises(RuntimeError, match="trained on the device since its last"):
             call()
     cache.flush(params, state)
-    version = store.export_changes(tmp_path / "changes", since=0)
+    version = export()
     assert store.changed_since(0)["t"].tolist() == [1, 2, 3, 7, 8, 9]
     follower.apply_changes(tmp_path / "changes")
-    same(store, follower)
-    updates, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
+    same_weights(store, follower)
+    _, state = tx.update(jax.tree.map(jnp.zeros_like, params), state, params)
     cache.flush(params, state)  # only the count of steps changed
     assert store.version > version
 
@@ -134,34 +119,31 @@ def test_a_device_cache_changes_rows_when_it_is_flushed(tmp_path):
 
 def test_gaps_and_order(tmp_path):
     trainer, follower = one_table(), one_table(None)
-    versions, tables = [0], []
+    version, tables = 0, []
     for k in range(3):
         steps(trainer, [k])
-        since = versions[-1]
-        versions.append(trainer.export_changes(tmp_path / f"{k}", since=since))
+        version = trainer.export_changes(tmp_path / f"{k}", since=version)
         tables.append(trainer.pull_all("t"))
+    trainer.export_changes(tmp_path / "late", since=0)
     follower.apply_changes(tmp_path / "0")
     with pytest.raises(ValueError, match="since version 2, but this store is at ver"):
         follower.apply_changes(tmp_path / "2")
     assert_same_bits(follower.pull_all("t"), tables[0])
-    trainer.export_changes(tmp_path / "late", since=0)
     follower.apply_changes(tmp_path / "late")  # it may begin before the follower
     assert_same_bits(follower.pull_all("t"), tables[2])
     assert not follower.apply_changes(tmp_path / "1")["t"].rows.size  # was applied
     assert_same_bits(follower.pull_all("t"), tables[2])
-    assert follower.version == versions[3]
+    assert follower.version == version
 
 
 def test_another_run_begins_after_load(tmp_path):
     """A follower of a trainer that is started again takes all rows once."""
-    trainer, follower = one_table(), one_table(None)
+    trainer, follower, again = one_table(), one_table(None), one_table()
     steps(trainer, range(2))
     version = trainer.export_changes(tmp_path / "0", since=0)
     follower.apply_changes(tmp_path / "0")
     trainer.save(tmp_path / "store")
     steps(trainer, [3])  # which the restart forgets
-
-    again = one_table()
     again.load(tmp_path / "store")
     assert again.version == version
     with pytest.raises(ValueError, match="only those since version 2"):
@@ -172,34 +154,30 @@ def test_another_run_begins_after_load(tmp_path):
         follower.apply_changes(tmp_path / "1")
     again.export_changes(tmp_path / "all", since=0)
     follower.apply_changes(tmp_path / "all")
-    same(again, follower)
+    same_weights(again, follower)
     steps(again, [5])
     again.export_changes(tmp_path / "2", since=version + 1)
     assert follower.apply_changes(tmp_path / "2")["t"].rows.size == 8
-    same(again, follower)
+    same_weights(again, follower)
 
 
 def test_another_run_begins_in_a_forked_child(tmp_path, monkeypatch):
-    trainer, follower = one_table(), one_table(None)
-    steps(trainer, [0])
-    version = trainer.export_changes(tmp_path / "0", since=0)
+    trainer, follower, version = one_table(), one_table(None), 0
+    for k, number in enumerate((os.getpid(), -1)):
+        monkeypatch.setattr(os, "getpid", lambda number=number: number)
+        steps(trainer, [k])
+        version = trainer.export_changes(tmp_path / f"{k}", since=version)
     follower.apply_changes(tmp_path / "0")
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    steps(trainer, [1])
-    trainer.export_changes(tmp_path / "1", since=version)
     with pytest.raises(ValueError, match="of another run"):
         follower.apply_changes(tmp_path / "1")
 
 
 def test_a_save_is_all_changes_with_state(tmp_path):
-    trainer, follower, loaded = new_store(), new_store(), new_store()
+    trainer, follower = new_store(), new_store()
     steps(trainer, range(3))
     trainer.save(tmp_path / "saved")
     follower.apply_changes(tmp_path / "saved")
     same_state(trainer, follower)
-    trainer.export_changes(tmp_path / "changes", since=0)
-    with pytest.raises(ValueError, match="is a file of export_changes, not of save"):
-        loaded.load(tmp_path / "changes")
     with np.load(tmp_path / "saved") as members:
         assert members["0.rows"].tolist() == trainer.changed_since(0)["t"].tolist()
         assert_same_bits(members["0.weights"], trainer.pull_all("t")[members["0.rows"]])
@@ -208,27 +186,25 @@ def test_a_save_is_all_changes_with_state(tmp_path):
 def test_given_rows_without_state_start_with_theirs(tmp_path):
     """The state of adagrad does not start as zeros."""
     tx = optax.adagrad(0.1, initial_accumulator_value=0.5)
-    trainer, follower, loaded = (sj.store.KVStore() for _ in range(3))
-    for store in trainer, follower:
-        store.init("t", ARRAY, tx)
-    rows, _ = make_rows([3, 4], V, (D,), seed=0)
-    other, _ = make_rows([4, 9], V, (D,), seed=1)
+    trainer, follower, loaded = (
+        one_table(tx, x, None) for x in (ARRAY, ARRAY, 0 * ARRAY)
+    )
+    rows, other = (make_rows(x, V, (D,), seed=x[0])[0] for x in ([3, 4], [4, 9]))
     trainer.push("t", rows)
     follower.push("t", other)
     trainer.save(tmp_path / "saved")
     follower.apply_changes(tmp_path / "saved")  # row 9 is as it was given
-    loaded.init("t", ARRAY * 0, tx)
     loaded.load(tmp_path / "saved")
     for store in trainer, follower, loaded:
         store.push("t", other)
     same_state(trainer, loaded)
-    same(trainer, follower)
-    touched = np.flatnonzero(trainer.engine.tables["t"].touched)
+    same_weights(trainer, follower)
+    theirs = trainer.engine.tables["t"]
+    touched = np.flatnonzero(theirs.touched)
     for store in follower, loaded:
         table = store.engine.tables["t"]
         assert np.flatnonzero(table.touched).tolist() == touched.tolist()
-        (mine,), (theirs,) = table.by_row, trainer.engine.tables["t"].by_row
-        assert_same_bits(mine[touched], theirs[touched])
+        assert_same_bits(table.by_row[0][touched], theirs.by_row[0][touched])
 
 
 def test_a_store_that_was_changed_itself_takes_only_all_rows(tmp_path):
@@ -244,25 +220,24 @@ def test_a_store_that_was_changed_itself_takes_only_all_rows(tmp_path):
         follower.apply_changes(tmp_path / "some")
     assert_same_bits(follower.pull_all("t"), before)
     found = follower.apply_changes(tmp_path / "all")
-    same(trainer, follower)
+    same_weights(trainer, follower)
     assert {*found["t"].rows} > {*trainer.changed_since(0)["t"]}
     with pytest.raises(ValueError, match="not known, only those since version 3"):
         follower.changed_since(0)
 
 
 def test_given_weights(tmp_path):
-    trainer, follower = new_store(), new_store(None)
+    trainer, follower, lone = new_store(), without_tx(), new_store()
     steps(trainer, [0])
     trainer.export_changes(tmp_path / "some", since=0)
-    steps(trainer, [1])
-    steps(lone := new_store(), [3])
+    steps(lone, [3])
     with pytest.raises(ValueError, match="of another run"):
         lone.apply_changes(tmp_path / "some")  # its other rows may not be ARRAY
     trainer.assign("given", 2 * ARRAY)
     trainer.export_changes(tmp_path / "all", since=0)
     for store in (lone, follower):
         store.apply_changes(tmp_path / "all")
-        same(trainer, store)
+        same_weights(trainer, store)
 
 
 @pytest.mark.parametrize("tx", [TX, None], ids=["adam", "none"])
@@ -272,18 +247,16 @@ def test_a_table_that_was_opened(tx, tmp_path):
     with one_table(path=path) as store:
         steps(store, range(2))
         expected = store.pull_all("t")
-    trainer, follower = one_table(path=path), one_table(tx)
-    assert trainer.version == 1
-    with pytest.raises(ValueError, match="only those since version 1"):
-        trainer.changed_since(0)
-    trainer.export_changes(tmp_path / "all", since=0)
-    follower.apply_changes(tmp_path / "all")
-    assert_same_bits(follower.pull_all("t"), expected)
-    steps(trainer, [2])
-    trainer.export_changes(tmp_path / "changes", since=1)
-    assert follower.apply_changes(tmp_path / "changes")["t"].rows.size == 8
-    same(trainer, follower)
-    trainer.close()
+    with one_table(path=path) as trainer:
+        follower = one_table(tx)
+        assert trainer.version == 1
+        trainer.export_changes(tmp_path / "all", since=0)
+        follower.apply_changes(tmp_path / "all")
+        assert_same_bits(follower.pull_all("t"), expected)
+        steps(trainer, [2])
+        trainer.export_changes(tmp_path / "changes", since=1)
+        assert follower.apply_changes(tmp_path / "changes")["t"].rows.size == 8
+        same_weights(trainer, follower)
 
 
 # ------------------------------------------------------------------ refused, or stopped
@@ -296,7 +269,7 @@ def test_other_tables_are_refused(tmp_path):
     for other, message in [
         (one_table(), "has the tables .'given', 'narrow', 't'"),
         (new_store(seed=2), "'t' has key"),  # its untouched rows start otherwise
-        (new_store(None), "'t' has state of no arrays here"),
+        (without_tx(), "'t' has state of no arrays here"),
     ]:
         with pytest.raises(ValueError, match=message):
             other.apply_changes(path)
@@ -307,21 +280,20 @@ def test_a_follower_that_is_stopped_is_half_loaded(tmp_path, monkeypatch):
     trainer, path = one_table(), tmp_path / "table"
     steps(trainer, [0])
     trainer.export_changes(tmp_path / "changes", since=0)
-    follower = one_table(path=path)
 
     def stop(*_):
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(_table.Table, "clear", stop)
-        with pytest.raises(KeyboardInterrupt):
-            follower.apply_changes(tmp_path / "changes")
-    with pytest.raises(RuntimeError, match="half loaded: .* apply_changes"):
-        follower.pull("t", [1])
-    follower.close()
+    with one_table(path=path) as follower:
+        with monkeypatch.context() as patch:
+            patch.setattr(_table.Table, "clear", stop)
+            with pytest.raises(KeyboardInterrupt):
+                follower.apply_changes(tmp_path / "changes")
+        with pytest.raises(RuntimeError, match="half loaded: .* apply_changes"):
+            follower.pull("t", [1])
     with pytest.raises(ValueError, match="table is half loaded"):
         one_table(path=path)
     path.unlink()
     with one_table(path=path) as follower:
         follower.apply_changes(tmp_path / "changes")
-        same(trainer, follower)
+        same_weights(trainer, follower)

@@ -1,16 +1,16 @@
 """Stores in files: saved whole or not at all, and tables mapped into memory."""
 
+import concurrent.futures
+import contextlib
 import errno
 import fcntl
 import io
 import json
-import os
+import multiprocessing
 import pathlib
 import shutil
-import signal
 import threading
 import time
-import traceback
 import zipfile
 from typing import Any
 
@@ -35,17 +35,20 @@ NORMAL = jax.nn.initializers.normal(0.1)
 ARRAY = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
 
 
-def new_store(tx=TX, seed=1, path=None):
+def one_table(tx: Any = TX, shape: Any = (V, D), initializer: Any = NORMAL, **options):
     store = sj.store.KVStore()
-    store.init("lazy", (V, D), tx, initializer=NORMAL, key=seed, path=path)
-    store.init("given", ARRAY, None)
-    store.init("narrow", (V,), NARROW_TX, dtype=jnp.bfloat16)
+    try:
+        store.init("t", shape, tx, initializer=initializer, **options)
+    except BaseException:
+        store.close()
+        raise
     return store
 
 
-def one_table(tx: Any = TX, **options):
-    store = sj.store.KVStore()
-    store.init("t", (V, D), tx, initializer=NORMAL, **options)
+def new_store(tx: Any = TX, given_tx: Any = None, seed=1, path=None):
+    store = one_table(tx, key=seed, path=path)
+    store.init("given", ARRAY, given_tx)
+    store.init("narrow", (V,), tx and NARROW_TX, dtype=jnp.bfloat16)
     return store
 
 
@@ -60,9 +63,14 @@ def steps(store, seeds):
                 store.push(name, rows)
 
 
-def same_state(store, other):
+def same_weights(store, other):
     for name in store.names():
         assert_same_bits(store.pull_all(name), other.pull_all(name))
+
+
+def same_state(store, other):
+    same_weights(store, other)
+    for name in store.names():
         mine, theirs = store.engine.tables[name], other.engine.tables[name]
         for a, b in zip([*mine.by_row, *mine.rest], [*theirs.by_row, *theirs.rest]):
             assert_same_bits(a, b)
@@ -75,20 +83,20 @@ def same(store, other):
         assert_same_bits(mine.touched, theirs.touched)
 
 
-def rewrite(path, change=lambda header: None, rows=None):
-    """Changes the header of a record or rows of its first table, as a program may."""
+def rewrite(path, change=lambda header: None, **arrays):
+    """Changes the header of a record or arrays of its first table, as a program may."""
     with zipfile.ZipFile(path) as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
     header = json.loads(members["header.json"])
     change(header)
     members["header.json"] = json.dumps(header).encode()
-    if rows is not None:
+    for name, array in arrays.items():
         file = io.BytesIO()
-        np.save(file, np.array(rows))
-        members["0.rows.npy"] = file.getvalue()
+        np.save(file, array)
+        members[f"0.{name}.npy"] = file.getvalue()
     with zipfile.ZipFile(path, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(name, content)
+        for member in members.items():
+            archive.writestr(*member)
 
 
 def files(directory):
@@ -104,7 +112,7 @@ def test_a_tree_in_the_same_file(tmp_path):
     steps(store, range(2))
     devices = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     tree = {
-        "table": store["lazy"],
+        "table": store["t"],
         "key": jax.random.key(3),
         "half": jnp.arange(3, dtype=jnp.bfloat16),
         "there": jax.device_put(np.ones((2, 2)), devices),
@@ -118,7 +126,7 @@ def test_a_tree_in_the_same_file(tmp_path):
     empty |= {"key": jax.random.key(9), "plain": [0, 0.0, False, ""]}
     found = other.load(tmp_path / "file", empty)
     same(other, store)
-    assert found["table"] == store["lazy"] and found["plain"] == tree["plain"]
+    assert found["table"] == store["t"] and found["plain"] == tree["plain"]
     data = jax.random.key_data
     assert_same_bits(data(found["key"]), data(tree["key"]))
     for name in "half", "there", "numpy":
@@ -134,10 +142,9 @@ def test_a_tree_in_the_same_file(tmp_path):
 
 @pytest.mark.slow
 def test_loaded_is_saved_and_goes_on_alike(tmp_path):
-    store, path = new_store(), tmp_path / "store"
+    store, path, seen = new_store(), tmp_path / "store", []
     steps(store, range(4))
-    seen = []
-    store.save(path, progress=lambda done, total: seen.append((done, total)))
+    store.save(path, progress=lambda *done: seen.append(done))
     assert seen[-1][0] == seen[-1][1]
     other = new_store(seed=2)  # the seed comes with the file
     steps(other, range(10, 13))  # the old content is forgotten
@@ -150,8 +157,7 @@ def test_loaded_is_saved_and_goes_on_alike(tmp_path):
 
 
 def test_only_rows_touched_are_saved(tmp_path):
-    store = sj.store.KVStore()
-    store.init("t", (1_000_000, 8), optax.adagrad(0.1), initializer=NORMAL)
+    store = one_table(optax.adagrad(0.1), (1_000_000, 8))
     store.pull("t", np.arange(0, 1_000_000, 10_000))
     store.save(tmp_path / "store")
     size = (tmp_path / "store").stat().st_size
@@ -163,9 +169,8 @@ def test_an_error_while_a_file_is_written_leaves_the_old_one(
     tmp_path, monkeypatch, work
 ):
     store, path = new_store(), tmp_path / "store"
-    write = lambda path: (
-        store.save(path) if work == "save" else store.export_changes(path, since=0)
-    )
+    options = {"since": 0} if work == "export_changes" else {}
+    write = lambda path: getattr(store, work)(path, **options)
     steps(store, range(2))
     write(path)
     before = path.read_bytes()
@@ -180,18 +185,6 @@ def test_an_error_while_a_file_is_written_leaves_the_old_one(
     assert path.read_bytes() == before and files(tmp_path) == ["store"]
     with pytest.raises(FileNotFoundError):
         write(tmp_path / "missing" / "store")
-
-
-@pytest.mark.parametrize("wrong", [[5, 3], [3, V], [3, 3]])
-def test_a_file_of_wrong_ids(tmp_path, wrong):
-    store, path = one_table(), tmp_path / "store"
-    store.push("t", make_rows([4, 9], V, (D,))[0])
-    store.save(path)
-    rewrite(path, rows=wrong)
-    other = one_table()
-    with pytest.raises(ValueError, match="rows are not ascending row ids"):
-        other.load(path)
-    same(other, one_table())
 
 
 def test_saving_over_a_mapped_table_is_refused(tmp_path):
@@ -259,11 +252,11 @@ def test_a_mapped_table_outlives_its_store(tmp_path):
     with new_store(path=path) as store:
         for each in (store, kept):
             steps(each, range(3))
-        assert store.stats()["lazy"].path == str(path)
+        assert store.stats()["t"].path == str(path)
         store.flush()
         store.save(tmp_path / "store")
     with new_store(path=path) as store:
-        assert_same_bits(store.pull_all("lazy"), kept.pull_all("lazy"))
+        assert_same_bits(store.pull_all("t"), kept.pull_all("t"))
         steps(store, range(9, 11))
         store.load(tmp_path / "store")
         same(store, kept)
@@ -271,30 +264,24 @@ def test_a_mapped_table_outlives_its_store(tmp_path):
             steps(each, range(3, 5))
         same(store, kept)
     with new_store(path=path) as store:
-        assert_same_bits(store.pull_all("lazy"), kept.pull_all("lazy"))
+        assert_same_bits(store.pull_all("t"), kept.pull_all("t"))
     assert files(tmp_path) == ["store", "table"]
 
 
 def test_a_mapped_table_of_an_array(tmp_path):
-    path = tmp_path / "table"
-    with sj.store.KVStore() as store:
-        store.init("t", ARRAY, TX, path=path)
-        store.push("t", make_rows([3], V, (D,))[0])
+    make = lambda name, shape=(V, D): one_table(TX, shape, None, path=tmp_path / name)
+    with make("table", ARRAY) as store:
+        steps(store, [3])
         expected = store.pull_all("t")
-        store.save(tmp_path / "store")
-    with sj.store.KVStore() as store:
-        with pytest.raises(ValueError, match="'t' has an array, but .* already"):
-            store.init("t", ARRAY, TX, path=path)
-        store.init("t", (V, D), TX, path=path)
+        store.save(tmp_path / "saved")
+    with make("table") as store:
         assert_same_bits(store.pull_all("t"), expected)
-        store.push("t", make_rows([4], V, (D,))[0])
-        store.load(tmp_path / "store")
+        steps(store, [4])
+        store.load(tmp_path / "saved")
         assert_same_bits(store.pull_all("t"), expected)
-    with sj.store.KVStore() as store:  # a table that was not given, and then was
-        store.init("t", (V, D), TX, path=tmp_path / "other")
-        store.load(tmp_path / "store")
-    with sj.store.KVStore() as store:
-        store.init("t", (V, D), TX, path=tmp_path / "other")
+    with make("other") as store:  # a table that was not given, and then was
+        store.load(tmp_path / "saved")
+    with make("other") as store:
         assert_same_bits(store.pull_all("t"), expected)
         store.save(tmp_path / "again")
         store.assign("t", ARRAY)
@@ -302,94 +289,40 @@ def test_a_mapped_table_of_an_array(tmp_path):
         assert_same_bits(store.pull_all("t"), expected)
 
 
-SPECS = [jax.ShapeDtypeStruct((V, D), np.float32), jax.ShapeDtypeStruct((V,), np.uint8)]
-
-
-def describe():
-    key = {"impl": "threefry2x32", "data": [0, 0]}
-    start = {"shape": [V, D], "dtype": "float32", "state": [], "given": False}
-    return start | {"first": [], "key": key, "keyed": False}
-
-
-def in_children(count, work):
-    """Runs `work` in forked children that begin together; returns their results.
-
-    They live until the last one has answered. `work` must do without JAX, which does
-    not survive a fork.
-    """
-    ready, go, end = os.pipe(), os.pipe(), os.pipe()
-    answers = []
-    for k in range(count):
-        answer = os.pipe()
-        if not os.fork():
-            try:
-                signal.alarm(20)
-                os.write(ready[1], b".")
-                os.read(go[0], 1)
-                text = str(work(k))
-            except BaseException as error:
-                text = "".join(traceback.format_exception(error))[-300:]
-            os.write(answer[1], text.encode()[:4000])
-            os.read(end[0], 1)
-            os._exit(0)
-        os.close(answer[1])
-        answers.append(answer[0])
-    for _ in range(count):
-        os.read(ready[0], 1)
-    os.write(go[1], b"." * count)
-    found = [os.read(answer, 4000).decode() for answer in answers]
-    os.write(end[1], b"." * count)
-    for _ in range(count):
-        os.wait()
-    for one in (*ready, *go, *end, *answers):
-        os.close(one)
-    return found
-
-
-forks = pytest.mark.filterwarnings("ignore:.*fork")
-
-
-@forks
-def test_of_processes_that_create_a_file_one_has_it(tmp_path):
-    count = 4
+def test_of_stores_that_create_a_file_one_has_it(tmp_path):
     for trial in range(3):
-        path, kept = tmp_path / f"table {trial}", []
+        path, together = tmp_path / f"table {trial}", threading.Barrier(4)
 
-        def create(k, path=path, kept=kept):
+        def create(k, path=path, together=together):
+            together.wait(20)
             try:
-                memory = _mapped.MappedFile(path, SPECS, {}, describe(), "t")
+                store = one_table(path=path)
             except RuntimeError as error:
                 assert "is in use by another store" in str(error)
-                return "refused"
-            kept.append(memory)
-            memory.arrays[0][:] = k
-            memory.flush()
-            return f"has it {k} {os.fstat(memory._file.fileno()).st_ino}"
+                return []
+            store.assign("t", np.full((V, D), k))
+            store.flush()  # it has the file that is at the path
+            return [(k, store)]
 
-        found = in_children(count, create)
-        assert found.count("refused") == count - 1, found
-        (winner,) = (x for x in found if x != "refused")
-        assert winner.startswith("has it"), winner
-        _, _, k, inode = winner.split()
-        assert path.stat().st_ino == int(inode)  # and not one that was replaced
-        memory = _mapped.MappedFile(path, SPECS, {}, describe(), "t")
-        assert (memory.arrays[0] == int(k)).all()
-        memory.close()
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            ((k, store),) = sum(pool.map(create, range(4)), [])
+        store.close()
+        with one_table(path=path) as store:
+            assert (store.pull_all("t") == k).all()
     assert len(files(tmp_path)) == trial + 1
 
 
 def test_a_table_that_is_created_meanwhile(tmp_path, monkeypatch):
     """The file appears after it was searched, as with two processes at once."""
     path = tmp_path / "table"
-    with one_table(path=path) as store, sj.store.KVStore() as other:
+    with one_table(path=path) as store:
         with monkeypatch.context() as patch:
             patch.setattr(_mapped.pathlib.Path, "exists", lambda self: False)
             with pytest.raises(RuntimeError, match="is in use by another store"):
-                other.init("t", (V, D), TX, path=path)
+                one_table(path=path)
             with pytest.raises(ValueError, match="'t' has an array, but .* already"):
-                other.init("t", ARRAY, TX, path=path)
+                one_table(TX, ARRAY, None, path=path)
         steps(store, [0])
-        store.flush()
         expected = store.pull_all("t")
     with one_table(path=path) as store:
         assert_same_bits(store.pull_all("t"), expected)
@@ -398,17 +331,18 @@ def test_a_table_that_is_created_meanwhile(tmp_path, monkeypatch):
 
 def test_a_table_that_is_created_while_a_store_is_saved(tmp_path):
     path = tmp_path / "file"
-    with new_store() as store, sj.store.KVStore() as other:
+    with new_store() as store, contextlib.ExitStack() as stack:
         steps(store, range(2))
+        made = []
 
         def progress(done, total):
-            if "t" not in other:
-                other.init("t", (V, D), TX, path=path)
+            if not made:
+                made.append(stack.enter_context(one_table(path=path)))
 
         with pytest.raises(ValueError, match="the file of a memory-mapped table"):
             store.save(path, progress=progress)
-        other.push("t", make_rows([3], V, (D,))[0])
-        other.flush()  # its file is in its place
+        steps(made[0], [3])
+        made[0].flush()  # its file is in its place
     assert files(tmp_path) == ["file"]
 
 
@@ -436,13 +370,16 @@ def test_a_mapped_file_that_is_deleted_or_replaced(tmp_path):
     assert path.read_bytes() == b"other"
 
 
-@forks
+@pytest.mark.filterwarnings("ignore:.*fork")
 @pytest.mark.parametrize("prefetching", ["", "read", "reading"])
-def test_a_forked_child_does_not_give_up_the_lock(tmp_path, monkeypatch, prefetching):
-    path = tmp_path / "table"
+def test_a_forked_child_neither_keeps_nor_gives_up_the_lock(
+    tmp_path, monkeypatch, prefetching
+):
+    path, fork = tmp_path / "table", multiprocessing.get_context("fork").Process
     store = one_table(path=path)
     batches: Any = None
-    forked, read = threading.Event(), store.engine.tables["t"].read_early
+    forked, table = threading.Event(), store.engine.tables["t"]
+    read = table.read_early
 
     def read_after_the_fork(rows, *rest, **options):
         assert rows != [2] or forked.wait(60)
@@ -450,18 +387,20 @@ def test_a_forked_child_does_not_give_up_the_lock(tmp_path, monkeypatch, prefetc
 
     if prefetching:  # its thread is not in the child
         if prefetching == "reading":
-            table = store.engine.tables["t"]
             monkeypatch.setattr(table, "read_early", read_after_the_fork)
         batches = store.prefetch([np.array([1]), np.array([2])], lambda ids: ids)
         next(batches)
 
-    def close(k):
-        if k and prefetching:
+    def close(ends_loop):
+        if ends_loop:
             batches.close()
         store.close()
-        return "closed"
 
-    assert in_children(2, close) == ["closed"] * 2
+    for ends_loop in (False, bool(prefetching)):
+        child = fork(target=close, args=(ends_loop,))
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
     forked.set()
     with pytest.raises(RuntimeError, match="is in use by another store"):
         one_table(path=path)
@@ -470,25 +409,16 @@ def test_a_forked_child_does_not_give_up_the_lock(tmp_path, monkeypatch, prefetc
     store.load(tmp_path / "store")  # writes a header
     if prefetching:
         batches.close()
+    child = fork(target=time.sleep, args=(60,))
+    child.start()
     store.close()
-    with one_table(path=path) as other:
+    with one_table(path=path) as other:  # while the child lives on
         assert other.stats()["t"].touched_rows >= 1
+    child.kill()
+    child.join()
 
 
-@forks
-def test_a_child_that_lives_on_does_not_keep_the_lock(tmp_path):
-    path, end = tmp_path / "table", os.pipe()
-    store = one_table(path=path)
-    child = os.fork()
-    if not child:
-        os.read(end[0], 1)
-        os._exit(0)
-    store.close()
-    one_table(path=path).close()
-    os.write(end[1], b".")
-    os.waitpid(child, 0)
-    os.close(end[0])
-    os.close(end[1])
+# ------------------------------------------------------------------ other files
 
 
 @pytest.mark.parametrize(
@@ -518,84 +448,90 @@ def test_headers_that_no_store_wrote(tmp_path, change):
     with pytest.raises(ValueError, match=message):
         one_table(path=path)
     rewrite(saved, lambda header: header["tables"]["t"].update(change))
-    with one_table() as store:
-        with pytest.raises(ValueError, match=message):
-            store.load(saved)
+    with pytest.raises(ValueError, match=message):
+        one_table().load(saved)
+
+
+_KINDS = np.full(V, 2, np.uint8)  # rows that were given
+_KINDS[[4, 9, 10]] = 1  # with state: one more than the header says
 
 
 @pytest.mark.parametrize(
-    "key",
-    [{"impl": "other", "data": [0, 0]}, {"impl": "threefry2x32", "data": [0, 1 << 40]}],
-)
-def test_a_saved_key_that_starts_no_row(tmp_path, key):
-    path = tmp_path / "store"
-    with one_table() as store:
-        store.save(path)
-        rewrite(path, lambda header: header["tables"]["t"].update(key=key))
-        with pytest.raises(ValueError, match="of table 't', its key is"):
-            store.load(path)
-        assert store.pull_all("t").any()
-
-
-@pytest.mark.parametrize(
-    "change, message",
+    "message, shape, change, arrays",
     [
-        ({"dtype": np.float16}, "has dtype float16 here, but float32"),
-        ({"tx": optax.sgd(0.1)}, r"has state of no arrays here, but .*mu"),
-        ({"key": 5}, "has key"),
-        ({"initializer": None}, "starts as zeros, without an initializer here, but"),
-        ({"initializer": jax.nn.initializers.normal(0.2)}, "had another initializer"),
+        ("its rows are not ascending row ids", (V, D), {}, {"rows": [5, 3]}),
+        ("its rows are not ascending row ids", (V, D), {}, {"rows": [3, V]}),
+        ("its rows are not ascending row ids", (V, D), {}, {"rows": [3, 3]}),
+        ("kinds of rows do not", (V, D), {}, {"kinds": np.array([1, 3], np.uint8)}),
+        ("kinds of rows do not", ARRAY, {}, {"kinds": _KINDS}),
+        ("kinds of rows do not", ARRAY, {"given": False}, {}),
+        ("its key is", (V, D), {"key": {"impl": "other", "data": [0, 0]}}, {}),
+        (
+            "its key is",
+            (V, D),
+            {"key": {"impl": "threefry2x32", "data": [0, 1 << 40]}},
+            {},
+        ),
     ],
 )
-def test_a_file_of_another_table_is_refused(tmp_path, change, message):
+def test_a_damaged_save_changes_nothing(tmp_path, message, shape, change, arrays):
+    initializer = None if shape is ARRAY else NORMAL
+    store, other, new = (one_table(TX, shape, initializer) for _ in range(3))
+    path = tmp_path / "store"
+    store.push("t", make_rows([4, 9], V, (D,))[0])
+    store.save(path)
+    rewrite(path, lambda header: header["tables"]["t"].update(change), **arrays)
+    with pytest.raises(ValueError, match=f"of table 't', .*{message}"):
+        other.load(path)
+    same(other, new)
+
+
+def test_files_of_another_table_are_refused(tmp_path):
     path = tmp_path / "table"
-    one_table(path=path).close()
-    arguments = {"tx": TX, "initializer": NORMAL, **change}
-    with sj.store.KVStore() as store:
-        with pytest.raises(ValueError, match=message):
-            store.init("t", (V, D), path=path, **arguments)
-
-
-def test_a_save_of_another_initializer_is_refused(tmp_path):
-    with one_table() as store:
+    with one_table(path=path) as store:
         store.save(tmp_path / "saved")
         store.export_changes(tmp_path / "changes", since=0)
-    for other in (jax.nn.initializers.normal(0.2), None):
-        with sj.store.KVStore() as store:
-            store.init("t", (V, D), TX, initializer=other)
-            for use, file in ((store.load, "saved"), (store.apply_changes, "changes")):
-                with pytest.raises(ValueError, match="had another initializer"):
-                    use(tmp_path / file)
+    another = "had another initializer"
+    for message, change in [
+        ("has dtype float16 here, but float32", {"dtype": np.float16}),
+        (r"has state of no arrays here, but .*mu", {"tx": optax.sgd(0.1)}),
+        ("has key", {"key": 5}),
+        ("starts as zeros, without an initializer here, but", {"initializer": None}),
+        (another, {"initializer": jax.nn.initializers.normal(0.2)}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            one_table(path=path, **change)
+        if "initializer" in change:
+            for use, file in (("load", "saved"), ("apply_changes", "changes")):
+                with pytest.raises(ValueError, match=another):
+                    getattr(one_table(**change), use)(tmp_path / file)
+
+
+# ------------------------------------------------------------------ many rows
 
 
 def test_a_table_larger_than_the_memory():
     """Rows that are not touched cost nothing; a refusal names the way out."""
-    with sj.store.KVStore() as store:
-        store.init("t", (1 << 30, 64), sj.optim.rowwise_adagrad(0.1))
+    with one_table(NARROW_TX, (1 << 30, 64), None) as store:
         store.pull("t", [3, 1 << 29])
         assert store.stats()["t"].touched_rows == 2
-        with pytest.raises(MemoryError, match="path="):
-            store.init("u", ((1 << 31) - 2, 1 << 20), None)
+    with pytest.raises(MemoryError, match="path="):
+        one_table(None, ((1 << 31) - 2, 1 << 20), None)
 
 
 def test_a_mapped_file_larger_than_the_disk(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(_mapped.shutil, "disk_usage", lambda path: usage)
-    with sj.store.KVStore() as store:
-        with pytest.raises(OSError, match="init: .* file system has only 1000 left"):
-            store.init("t", (V, D), TX, path=tmp_path / "table")
+    with pytest.raises(OSError, match="init: .* file system has only 1000 left"):
+        one_table(path=tmp_path / "table")
     assert not files(tmp_path)
-
-
-# ------------------------------------------------------------------ millions of rows
 
 
 @pytest.mark.slow
 def test_twenty_million_rows(tmp_path):
     """Adagrad on 20 million rows of 32: the device holds the rows of a batch."""
-    rows, dim, ids, capacity = 20_000_000, 32, 4096, 4096
+    rows, dim, capacity = 20_000_000, 32, 4096
     path = tmp_path / "table"
-    tx = optax.adagrad(0.1)
     before = {id(x) for x in jax.live_arrays()}
 
     @jax.jit
@@ -604,26 +540,22 @@ def test_twenty_million_rows(tmp_path):
         return sj.value_and_grad(loss)(table)
 
     rng = np.random.default_rng(0)
-    batches = [rng.integers(0, rows, ids) for _ in range(8)] * 2
-    targets = jnp.ones((ids, dim))
+    batches = [rng.integers(0, rows, capacity) for _ in range(8)] * 2
+    targets, losses = jnp.ones((capacity, dim)), []
     began = time.perf_counter()
-    with sj.store.KVStore() as store:
-        store.init("t", (rows, dim), tx, path=path, initializer=NORMAL)
-        losses = []
+    with one_table(optax.adagrad(0.1), (rows, dim), path=path) as store:
         for batch, table in store.prefetch(batches, np.asarray, capacity=capacity):
             loss, grad = step(table, jnp.asarray(batch), targets)
             store.push("t", grad)
             losses.append(loss)
-            if len(losses) == 2:
-                program = step.lower(table, jnp.asarray(batch), targets).compile()
-                memory = program.memory_analysis()
+        program = step.lower(table, jnp.asarray(batch), targets).compile()
         assert time.perf_counter() - began < 60
-        assert store.stats()["t"].bytes > 5e9
-        assert store.stats()["t"].touched_rows == np.unique(batches).size
+        stats = store.stats()["t"]
+        assert stats.bytes > 5e9 and stats.touched_rows == np.unique(batches).size
         live = [x for x in jax.live_arrays() if id(x) not in before]
         assert sum(x.nbytes for x in live) < 40 * capacity * dim * 4
     assert np.mean(losses[8:]) < 0.9 * np.mean(losses[:8])
-    assert memory is not None
+    memory: Any = program.memory_analysis()
     used = memory.temp_size_in_bytes + memory.output_size_in_bytes
     assert used + memory.argument_size_in_bytes < 20 * capacity * dim * 4
     assert path.stat().st_size > 5e9
