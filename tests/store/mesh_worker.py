@@ -91,8 +91,8 @@ def init_normal(store):
     return store
 
 
-def make_trainer(store):
-    """A Trainer of a table and dense weights."""
+def train_with_trainer(store, share=lambda batch: batch):
+    """Losses, table and dense parameters after a few steps of a Trainer."""
 
     @dataclasses.dataclass(frozen=True)
     class Regression(sj.nn.SparseBlock):
@@ -104,7 +104,7 @@ def make_trainer(store):
         def sparse_forward(self, tables, params, inputs):
             return self.item(tables, params["item"], inputs) @ params["w"]
 
-    return sj.nn.Trainer(
+    trainer = sj.nn.Trainer(
         Regression(),
         store,
         lambda outputs, batch: jnp.mean((outputs - batch[1]) ** 2),
@@ -114,50 +114,27 @@ def make_trainer(store):
         params={"item": {}, "w": np.ones(WIDTH, np.float32)},
         key=3,
     )
-
-
-def train_with_trainer(store, share=lambda batch: batch):
-    """Losses, table and dense parameters after a few steps of a Trainer."""
-    trainer = make_trainer(store)
     losses = [np.asarray(trainer.step(share(batch))) for batch in batches()]
     w = np.asarray(trainer.params["w"])
     return {"loss": np.array(losses), "w": w, "table": store.pull_all("item")}
 
 
 def train_with_step(store, share=lambda batch: batch):
-    """Losses, table and dense parameters after a few steps of `store.train_step`."""
+    """The same of `store.train_step`."""
     store.init("item", initial(), ADAGRAD)
 
     def loss_fn(params, batch):
         outputs = params["item"][batch[0]] @ params["w"]
         return jnp.mean((outputs - batch[1]) ** 2)
 
-    tx = optax.sgd(0.1)
+    tx, losses = optax.sgd(0.1), []
     params = {"item": store["item"], "w": np.ones(WIDTH, np.float32)}
     state, step = tx.init(params), store.train_step(loss_fn, tx)
-    losses = []
     for batch in batches():
         params, state, loss = step(params, state, share(batch))
         losses.append(np.asarray(loss))
     w = np.asarray(params["w"])
     return {"loss": np.array(losses), "w": w, "table": store.pull_all("item")}
-
-
-def resume_trainer(make_store, share, path):
-    """Trains half of the steps, saves, and trains the rest from the file."""
-    half, all_batches = STEPS // 2, list(batches())
-    first = make_trainer(make_store())
-    losses = [np.asarray(first.step(share(x))) for x in all_batches[:half]]
-    tree = lambda x: {"params": x.params, "state": x.opt_state, "steps": x.steps}
-    first.store.save(path, tree(first))
-    first.step(share(all_batches[0]))  # a step that is lost
-    again = make_trainer(make_store())
-    saved = again.store.load(path, tree(again))
-    again.params, again.opt_state = saved["params"], saved["state"]
-    again.steps = saved["steps"]
-    losses += [np.asarray(again.step(share(x))) for x in all_batches[again.steps :]]
-    w = np.asarray(again.params["w"])
-    return {"loss": np.array(losses), "w": w, "table": again.store.pull_all("item")}
 
 
 def pull_of_two_tables(mesh, process):
@@ -193,12 +170,6 @@ def errors_are_everywhere(store):
     raise AssertionError("a bad id of one process went unnoticed in this one")
 
 
-def start(port, process):
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
-    return make_mesh()
-
-
 def local(x):
     return np.asarray(x.addressable_data(0))
 
@@ -214,7 +185,8 @@ def global_batch(mesh, process, batch):
 def train(mesh, process, directory) -> dict[str, Any]:
     """Trains with the other process."""
     shared = [global_batch(mesh, process, batch) for batch in batches()]
-    store, ahead = sj.store.KVStore(mesh), sj.store.KVStore(mesh)
+    stores = {name: sj.store.KVStore(mesh) for name in ("whole", "prefetched")}
+    store, ahead = stores.values()
     for each in store, ahead:
         each.init("t", initial(), transformation())
     errors_are_everywhere(store)
@@ -235,12 +207,13 @@ def train(mesh, process, directory) -> dict[str, Any]:
         ahead.push("t", gradient(table, ids, targets))
 
     path = pathlib.Path(directory) / "saved"
-    store.save(path)
-    resumed = sj.store.KVStore(mesh)
+    store.save(path, {"replica": replica, "steps": STEPS})
+    stores["resumed"] = resumed = sj.store.KVStore(mesh)
     resumed.init("t", (HEIGHT, WIDTH), transformation(), path=path.with_name("mapped"))
-    resumed.load(path)
+    saved = resumed.load(path, {"replica": jnp.zeros_like(replica), "steps": 0})
+    assert saved["steps"] == STEPS
 
-    followed = sj.store.KVStore(mesh)
+    stores["followed"] = followed = sj.store.KVStore(mesh)
     followed.init("t", initial(), transformation())
     store.export_changes(path.with_name("changes"), since=0)
     followed.apply_changes(path.with_name("changes"))
@@ -251,15 +224,12 @@ def train(mesh, process, directory) -> dict[str, Any]:
     normal.assign("n", 2 * fresh)
     rows = np.arange(half, dtype=np.int32)
     normal.assign("n", sj.SelectedRows(rows, 2 * fresh[:half], HEIGHT))
-    return {
+    return {name: each.pull_all("t") for name, each in stores.items()} | {
         "rows": np.array(store.stats()["t"].rows),
         "pulled": np.concatenate(pulled),
         "last": local(last.values),
-        "whole": store.pull_all("t"),
-        "prefetched": ahead.pull_all("t"),
-        "resumed": resumed.pull_all("t"),
-        "followed": followed.pull_all("t"),
         "replica": local(replica),
+        "saved": local(saved["replica"]),
         "fresh": fresh,
         "assigned": normal.pull_all("n"),
     }
@@ -267,21 +237,16 @@ def train(mesh, process, directory) -> dict[str, Any]:
 
 def main(port, process, directory):
     """Runs in both processes, and saves the results of this one."""
-    mesh = start(port, process)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
+    mesh = make_mesh()
+    share = functools.partial(global_batch, mesh, process)
     found = train(mesh, process, directory)
-    np.savez(pathlib.Path(directory) / f"store {process}.npz", **found)
-
-    share = lambda batch: global_batch(mesh, process, batch)
-    make_store = lambda: sj.store.KVStore(mesh)
-    path = pathlib.Path(directory) / "saved by a trainer"
     pull_of_two_tables(mesh, process)
-    runs = {
-        "trainer": train_with_trainer(make_store(), share),
-        "resumed": resume_trainer(make_store, share, path),
-        "step": train_with_step(make_store(), share),
-    }
-    found = {f"{run} {k}": x for run in runs for k, x in runs[run].items()}
-    np.savez(pathlib.Path(directory) / f"trainer {process}.npz", **found)
+    for run in train_with_trainer, train_with_step:
+        values = run(sj.store.KVStore(mesh), share)
+        found |= {f"{run.__name__} {name}": x for name, x in values.items()}
+    np.savez(pathlib.Path(directory) / f"{process}.npz", **found)
     jax.distributed.shutdown()
 
 

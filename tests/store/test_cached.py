@@ -37,9 +37,9 @@ OPTIMIZERS = {
 }
 
 
-def new_store(tx, *, path=None, name="items", initializer=NORMAL):
+def new_store(tx, path=None):
     store = sj.store.KVStore()
-    store.init(name, (V, D), TX[tx], initializer=initializer, key=3, path=path)
+    store.init("items", (V, D), TX[tx], initializer=NORMAL, key=3, path=path)
     return store
 
 
@@ -56,6 +56,12 @@ def loss_fn(params, batch):
     ids, labels = batch
     x = sj.lookup(params["items"], ids, mode="zero")
     return jnp.mean((jnp.tanh(x) @ params["w"] - labels) ** 2)
+
+
+def alternating(steps):
+    """Two sets of rows in turn, with too few slots for both."""
+    labels, ids = np.ones(BATCH, np.float32), np.arange(BATCH, dtype=np.int32)
+    return [(ids * 2 + k % 2, labels) for k in range(steps)]
 
 
 LIFTED = {name: sj.optim.lazy(tx) for name, tx in TX.items()}
@@ -103,10 +109,12 @@ def late_reads(cache):
     """The numbers of rows that steps read from now on, which were not read early."""
     rows, numbers = cache.table.cache, []
     read = rows._read_late
-    rows._read_late = lambda late, *rest: [
-        numbers.append(late.size),
-        read(late, *rest),
-    ][1]
+
+    def read_late(late, *rest):
+        numbers.append(late.size)
+        return read(late, *rest)
+
+    rows._read_late = read_late
     return numbers
 
 
@@ -133,43 +141,35 @@ def test_the_whole_table_on_the_device(tx):
 
 
 @pytest.mark.parametrize(
-    ("tx", "slots", "depth", "steps"),
+    ("tx", "slots", "depth", "batches"),
     [
-        ("adam", SLOTS, 1, 40),
-        ("adam", SLOTS, None, 40),
-        ("adagrad", V - 1, 0, 20),
+        ("adam", SLOTS, 1, [*make_batches(40)]),
+        ("adam", SLOTS, None, [*make_batches(40)]),
+        ("adam", SLOTS, 2, alternating(12)),  # rows leave and come up again at once
+        ("adagrad", V - 1, 0, [*make_batches(20)]),
         # Hardly more slots than the distinct rows of a step.
-        pytest.param("adagrad", BATCH + 3, 3, 200, marks=pytest.mark.slow),
+        pytest.param(
+            *("adagrad", BATCH + 3, 3, [*make_batches(200)]), marks=pytest.mark.slow
+        ),
     ],
+    ids=["ahead", "at_once", "alternating", "many_slots", "few_slots"],
 )
-def test_the_bits_do_not_depend_on_slots(tx, slots, depth, steps):
-    batches = list(make_batches(steps))
+def test_the_bits_do_not_depend_on_slots(tx, slots, depth, batches):
     store, cache, params, state, step = start(tx, slots=slots)
+    late = late_reads(cache)
     losses, params, state = run_steps(step, params, state, batches, depth)
     whole = train_whole(tx, batches)
     assert_same_bits(np.array(losses), np.array(whole[2]))
     cache.flush(params, state)
     assert_trained(store, params, state, whole)
     stats = cache.stats()
-    assert stats.steps == steps and 0 < stats.hit_rate < 1
+    assert stats.steps == len(batches) and 0 < stats.hit_rate < 1
     if slots < V - 1:
-        assert stats.evictions > steps / 4 and stats.used_slots == slots
+        assert stats.evictions > len(batches) / 4 and stats.used_slots == slots
+    if depth == 2:  # rows came up again before they were written
+        assert sum(late) >= 8 * (2 * BATCH - SLOTS)
     assert stats.bytes_back <= stats.bytes_up + SLOTS * stats.bytes_up / stats.misses
     assert not workers()
-
-
-def test_rows_that_leave_and_come_up_again_at_once():
-    """Two sets of rows alternate, read ahead, with too few slots for both."""
-    store, cache, params, state, step = start("adam")
-    late = late_reads(cache)
-    labels, ids = np.ones(BATCH, np.float32), np.arange(BATCH, dtype=np.int32)
-    batches = [(ids * 2 + k % 2, labels) for k in range(12)]
-    losses, params, state = run_steps(step, params, state, batches, depth=2)
-    assert sum(late) >= 8 * (2 * BATCH - SLOTS)
-    whole = train_whole("adam", batches)
-    assert_same_bits(np.array(losses), np.array(whole[2]))
-    cache.flush(params, state)
-    assert_trained(store, params, state, whole)
 
 
 def test_other_batches_between_and_stopping_early():
@@ -219,8 +219,8 @@ def test_two_tables_of_one_optimizer():
 
     rng = np.random.default_rng(0)
     batches = [tuple(rng.integers(0, V, (2, BATCH))) for _ in range(12)]
-    whole = {"user": {"table": store.pull_all("user")}, "item": store.pull_all("item")}
-    whole = jax.tree.map(jnp.asarray, whole)
+    user, item = (jnp.asarray(store.pull_all(name)) for name in ("user", "item"))
+    whole: Any = {"user": {"table": user}, "item": item}
     _, whole, _ = train_in_memory(loss, whole, tx, batches, True)
 
     users = sj.store.CachedTable(store, "user", 20)
@@ -236,9 +236,6 @@ def test_two_tables_of_one_optimizer():
     assert_same_bits(optax.tree_utils.tree_get(state, "count"), np.int32(12))
     assert [int(store.engine.tables[n].rest[0]) for n in ("user", "item")] == [12, 12]
     assert not workers()
-
-
-# ------------------------------------------------------------------ ids
 
 
 def test_training_goes_on_after_a_batch_of_too_many_rows():
@@ -306,6 +303,7 @@ def test_the_least_recently_used_rows_leave(height, count, most):
         rows = np.unique(np.floor(height ** rng.random(size)).astype(np.int64) - 1)
         before = set(slots.row_of[slots.row_of >= 0])
         _, leaving = slots.plan(np.sort(rows))
+        assert slots._queued == sum(x.size for _, x in slots._queue) <= 4 * count
         assert (slots.row_of[slots.of(rows)] == rows).all()
         left = set(leaving[leaving >= 0])
         after = set(slots.row_of[slots.row_of >= 0])
@@ -322,24 +320,30 @@ def test_the_least_recently_used_rows_leave(height, count, most):
 # ------------------------------------------------------------------ files
 
 
-def from_whole(state, whole):
-    """The state with the dense leaves of `train_whole`."""
+def resume(store, batches):
+    """Trains on from a store in which Adam took the first ten batches."""
+    _, cache, params, state, step = start("adam", store=store)
+    weights, (of_whole, _), _ = train_whole("adam", batches[:10])
     leaves, tree = jax.tree.flatten(state)
     dense = [
-        theirs if theirs.shape == (D,) else mine
-        for mine, theirs in zip(leaves, jax.tree.leaves(whole[1][0]))
+        theirs if theirs.shape == (D,) else mine  # and rows and counts of the store
+        for mine, theirs in zip(leaves, jax.tree.leaves(of_whole))
     ]
-    return tree.unflatten(dense)
+    params, state = params | {"w": weights["w"]}, tree.unflatten(dense)
+    assert state[0].count == 0  # the first step takes it from the store
+    losses, _, _ = run_steps(step, params, state, batches[10:])
+    return cache, losses
 
 
 def test_a_copy_is_what_was_flushed(tmp_path):
     """A copy of table and journal equals the files that a kill leaves."""
-    batches, journal = list(make_batches(30)), tmp_path / "table.journal"
+    batches, journal = [*make_batches(30)], tmp_path / "table.journal"
     store, cache, params, state, step = start("adam", path=tmp_path / "table")
     _, params, state = run_steps(step, params, state, batches[:10])
     assert cache.step is None
     cache.flush(params, state, step=10)
     assert not journal.exists()
+    store.save(tmp_path / "saved")
     weights = store.pull_all("items")
     _, params, state = run_steps(step, params, state, batches[10:20])
     for name in ("table", "table.journal"):
@@ -362,69 +366,52 @@ def test_a_copy_is_what_was_flushed(tmp_path):
     assert_same_bits(store.pull_all("items"), weights)
     assert int(store.engine.tables["items"].rest[0]) == 10
 
-    # Training continues from there.
-    _, cache, params, state, step = start("adam", store=store)
-    assert cache.step == 10
-    whole = train_whole("adam", batches[:10])
-    params, state = params | {"w": whole[0]["w"]}, from_whole(state, whole)
-    assert state[0].count == 0  # the first step takes it from the store
-    again, params, state = run_steps(step, params, state, batches[10:])
-    assert_same_bits(np.array(again[10:]), np.array(losses))
+    # Training continues from there, and from the saved store.
+    loaded = new_store("adam")
+    loaded.load(tmp_path / "saved")
+    for each in loaded, store:
+        cache, again = resume(each, batches)
+        assert cache.step == 10
+        assert_same_bits(np.array(again[10:]), np.array(losses))
     cache.close(discard=True)
     assert_same_bits(store.pull_all("items"), weights)
     store.close()
     journal.write_bytes(content[:10])  # begun by a flush's kill
     new_store("adam", path=tmp_path / "copied").close()
-    assert sorted(x.name for x in tmp_path.iterdir()) == ["copied", "table"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["copied", "saved", "table"]
 
 
 def test_the_store_refuses_what_the_cache_has(tmp_path):
     store, cache, params, state, step = start("sgd")
-    store.save(tmp_path / "saved")
+    path, rows = tmp_path / "saved", sj.SelectedRows([1], jnp.ones((1, D)), V)
+    store.save(path)
     params, state, _ = step(params, state, *make_batches(1))
-    rows = sj.SelectedRows([1], jnp.ones((1, D)), V)
     reads = [
         lambda: store.pull("items", [1]),
         lambda: store.row_sparse_pull("items", [1]),
         lambda: store.pull_all("items"),
         lambda: next(store.prefetch([[1]], np.array)),
-        lambda: store.save(tmp_path / "saved"),
+        lambda: store.save(path),
     ]
     writes = [
         lambda: store.push("items", rows),
         lambda: store.assign("items", rows),
-        lambda: store.load(tmp_path / "saved"),
+        lambda: store.load(path),
     ]
-    for read in reads:
-        with pytest.raises(RuntimeError, match="First call flush"):
-            read()
+
+    def refused(calls, message):
+        for call in calls:
+            with pytest.raises(RuntimeError, match=message):
+                call()
+
+    refused(reads, "First call flush")
     cache.flush(params, state)
     for read in reads:
         read()
-    for write in writes:
-        with pytest.raises(RuntimeError, match="First call close"):
-            write()
+    refused(writes, "First call close")
     cache.close()
     for write in writes:
         write()
-
-
-def test_saved_and_loaded(tmp_path):
-    batches = list(make_batches(20))
-    store, cache, params, state, step = start("adam")
-    _, params, state = run_steps(step, params, state, batches[:10])
-    cache.flush(params, state, step=7)
-    store.save(tmp_path / "saved")
-    losses, _, _ = run_steps(step, params, state, batches[10:])
-
-    store = new_store("adam")
-    store.load(tmp_path / "saved")
-    _, cache, params, state, step = start("adam", store=store)
-    assert cache.step == 7
-    whole = train_whole("adam", batches[:10])
-    params, state = params | {"w": whole[0]["w"]}, from_whole(state, whole)
-    again, _, _ = run_steps(step, params, state, batches[10:])
-    assert_same_bits(np.array(again), np.array(losses))
 
 
 # ------------------------------------------------------------------ placement
@@ -488,17 +475,19 @@ def test_refused_arguments_change_nothing():
     _, cache, params, state, step = start("adam")
     assert repr(cache) == "CachedTable('items', float32[24,4])"
     (batch,) = make_batches(1)
-    for other in (LIFTED["adagrad"].init(params), ()):
-        with pytest.raises(ValueError, match="store.init with the transformation"):
-            step(params, other, batch)
     small = start("adam", slots=3)[1].table
     wrong_array = CachedRows(small.array, params["items"].cache, params["items"].stored)
-    with pytest.raises(ValueError, match=r"needs an array float32\[24, 4\]"):
-        step(params | {"items": wrong_array}, state, batch)
+    accumulated = sj.optim.accumulate(LIFTED["adam"], 2, capacity=64).init(params)
+    other = "store.init with the transformation"
+    for *given, message in (
+        (params, LIFTED["adagrad"].init(params), other),
+        (params, (), other),
+        (params, accumulated, other),
+        (params | {"items": wrong_array}, state, r"needs an array float32\[24, 4\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            step(*given, batch)
     new = step(params, state, batch)
     with pytest.raises(ValueError, match="donated to a step"):
         step(params, state, batch)
     assert cache.stats().steps == 1 and not new[0]["items"].array.is_deleted()
-    accumulated = sj.optim.accumulate(LIFTED["adam"], 2, capacity=64)
-    with pytest.raises(ValueError, match="store.init with the transformation"):
-        _staging.Places(params["items"].cache, new[0], accumulated.init(new[0]))

@@ -42,22 +42,19 @@ def workers():
     return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
-def schedule(rng, tables, steps):
+def schedule(rng, tables):
     """Batches of ids that overlap heavily, and random numbers for `take_step`."""
-    batches = []
-    for _ in range(steps):
+    for _ in range(12):
         ids = {
             name: rng.zipf(1.3, rng.integers(0, CAPACITY)) % V
             for name in tables
             if rng.random() < 0.8
         }
-        batches.append((ids, rng.random(4)))
-    return batches
+        yield ids, rng.random(4)
 
 
-def take_step(store, batch, pulled):
+def take_step(store, dice, pulled):
     """Pushes once in most steps, and else twice, never, or other rows."""
-    ids, dice = batch
     for name, rows in pulled.items():
         if dice[0] < 0.85:
             store.push(name, gradient(rows))
@@ -74,22 +71,16 @@ def take_step(store, batch, pulled):
 def test_prefetched_is_synchronous_bit_by_bit(depth):
     for seed in range(4):
         tables = ("a", "b")[: 1 + seed % 2]
-        batches = schedule(np.random.default_rng(seed), tables, 12)
+        batches = [*schedule(np.random.default_rng(seed), tables)]
         one, other = new_store(tables), new_store(tables)
-        expected = []
-        for batch in batches:
-            pulled = {n: one.pull(n, i, capacity=CAPACITY) for n, i in batch[0].items()}
-            expected.append(pulled)
-            take_step(one, batch, pulled)
-        ahead = other.prefetch(
-            batches, lambda batch: batch[0], depth=depth, capacity=CAPACITY
-        )
-        for k, (batch, pulled) in enumerate(ahead):
-            assert batch is batches[k] and pulled.keys() == expected[k].keys()
-            for name, rows in pulled.items():
-                assert_same_bits(rows.rows, expected[k][name].rows)
-                assert_same_bits(rows.values, expected[k][name].values)
-            take_step(other, batch, pulled)
+        ids_of = lambda batch: batch[0]
+        ahead = other.prefetch(batches, ids_of, depth=depth, capacity=CAPACITY)
+        for (ids, dice), (batch, pulled) in zip(batches, ahead, strict=True):
+            assert batch[0] is ids
+            expected = {n: one.pull(n, i, capacity=CAPACITY) for n, i in ids.items()}
+            jax.tree.map(assert_same_bits, pulled, expected)
+            take_step(one, dice, expected)
+            take_step(other, dice, pulled)
         for name in tables:
             assert_same_bits(one.pull_all(name), other.pull_all(name))
             assert one.stats()[name].touched_rows == other.stats()[name].touched_rows
@@ -143,16 +134,13 @@ def test_stopping_early_ends_the_thread():
     gc.collect()
     assert not workers()
     assert store.stats()["a"].pushes == 1
-
     ahead = store.prefetch([[1], [2]], np.array)
+    assert not workers()  # not started
     next(ahead)
     assert workers()
     store.push("a", gradient(rows))
     ahead.close()
     assert not workers() and store.stats()["a"].pushes == 2
-    unused = store.prefetch([[1]], np.array)  # never started: no thread
-    assert not workers()
-    del unused
 
 
 def test_loading_inside_of_a_loop(tmp_path):

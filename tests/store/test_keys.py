@@ -104,32 +104,44 @@ def test_more_keys_in_a_call_than_are_kept():
 
 
 def test_kinds_of_keys():
+    """Integers and text stay different, in arrays of objects as of data frames too."""
     store = store_of()
     wide = np.array([[1 << 60, -1], [5, 1 << 60]])
     assert insert(store, wide, 0)[0] == [[1, 2], [0, 1]]  # ascending as unsigned
     assert store.find("t", wide.astype(np.uint64)).tolist() == [[1, 2], [0, 1]]
     assert store.find("t", np.array([5, 6], np.int8)).tolist() == [0, V]
-    assert store.find("t", [5, 1 << 60]).tolist() == [0, 1]
-    words = np.array([["ann", "Jörg"], ["", "ann"]])
+    assert store.find("t", np.array([[5, 1 << 60]], object)).tolist() == [[0, 1]]
+    words = np.array([["ann", "J\u00f6rg"], ["", "ann"]])
     rows, _ = store.insert("t", words, 1)
     assert rows[0, 0] == rows[1, 1] and len({*rows.flat}) == 3
     assert store.find("t", [b"ann", "J\u00f6rg"]).tolist() == rows[0].tolist()
-    assert store.find("t", "ann") == rows[0, 0]
+    assert store.find("t", np.array(["ann"], object)) == store.find("t", "ann")
     assert insert(store, [], 2) == insert(store, np.array([], "U3"), 2) == ([], [])
     assert store.find("t", ["ann\0", b"\0"]).tolist() == [V, V]  # other words
     mask = np.array([True, False, True])
     assert insert(store, [5, 77, 78], 2, where=mask)[0] == [0, V, 6]
     assert store.find("t", np.array([77])) == V
+    rows, _ = store.insert("t", np.array(["b", b"a", "a"], object), 3)
+    assert rows[1] == rows[2] != rows[0] and store.stats()["t"].keys == 9
 
 
-def test_keys_in_arrays_of_objects():
-    """As of data frames: integers and text stay different."""
+@pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
+def test_keys_of_two_kinds_are_refused(mixed):
+    """NumPy makes strings of both; an array of objects keeps their types."""
     store = store_of()
-    assert insert(store, np.array([[7, 3]], object), 0)[0] == [[1, 0]]
-    assert store.find("t", [3, 7]).tolist() == [0, 1]
-    rows, _ = store.insert("t", np.array(["b", b"a", "a"], object), 1)
-    assert rows[1] == rows[2] != rows[0] and store.stats()["t"].keys == 4
-    assert store.find("t", ["a", "b"]).tolist() == [rows[1], rows[0]]
+    for keys in (mixed, np.array(mixed, dtype=object)):
+        for use in (lambda x: store.insert("t", x, 0), lambda x: store.find("t", x)):
+            with pytest.raises(TypeError, match="must be all integers or all strings"):
+                use(keys)
+    assert not store.items("t")[0].size
+
+
+@pytest.mark.parametrize("first", [2**31 - 1, 1_764_000_000_000, 2**63 - 3])
+def test_steps_of_any_size(first):
+    store = store_of(2, optax.sgd(1.0))
+    for key, more in (7, 0), (9, 1), (7, 2), (4, 2):
+        _, evicted = insert(store, [key], first + more)
+    assert evicted == [1] and index_of(store).last_step.tolist() == [first + 2] * 2
 
 
 # ------------------------------------------------------------------ rows start anew
@@ -160,6 +172,13 @@ def test_evicted_rows_start_anew():
     assert_same_bits(a.values, b.values)
 
 
+def test_a_row_that_was_used_without_a_key_starts_anew():
+    store = store_of(8, optax.sgd(1.0))
+    store.push("t", sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8))
+    assert insert(store, np.arange(8), 0)[0] == list(range(8))
+    assert (store.pull_all("t") == 1).all()
+
+
 def test_a_table_grows_as_keys_come():
     store = store_of(10**8)
     insert(store, np.arange(1000) * 10**12, 0)
@@ -175,37 +194,34 @@ def test_a_table_grows_as_keys_come():
 def test_restored_it_goes_on_as_before(tmp_path, mapped):
     """Saved and loaded, or its mapped file opened again."""
 
-    # Rows are searched among the next 6, so the place of the search matters.
-    policy = dict(admit_after=2, window=6)
-
     def make(k):
         path = tmp_path / f"table{k}" if mapped else None
-        return store_of(20, ADAGRAD, path, **policy)
+        # Rows are searched among the next 6, so the place of the search matters.
+        return store_of(20, ADAGRAD, path, admit_after=2, window=6)
 
-    def step(store, k):
-        keys = np.random.default_rng(k).zipf(1.3, 12) % 40 * 10**12
-        rows, _ = store.insert("t", keys, k)
-        pulled = store.pull("t", rows, mode="drop", capacity=16)
-        store.push("t", pulled.map(lambda x: x + k))
+    def train(store, steps):
+        for k in steps:
+            keys = np.random.default_rng(k).zipf(1.3, 12) % 40 * 10**12
+            rows, _ = store.insert("t", keys, k)
+            pulled = store.pull("t", rows, mode="drop", capacity=16)
+            store.push("t", pulled.map(lambda x, k=k: x + k))
 
     through, stopped = make(0), make(1)
     for store in (through, stopped):
-        for k in range(15):
-            step(store, k)
-        insert(store, [-3], 13)
-        insert(store, [-3], 14)  # a key whose row was never pulled
+        train(store, range(15))
+        for step in (13, 14):
+            insert(store, [-3], step)  # a key whose row was never pulled
     if mapped:
         stopped.close()
         again = make(1)
     else:
         stopped.save(tmp_path / "saved")
-        again = store_of(20, ADAGRAD, **policy)
+        again = make(1)
         for _ in range(3):
             insert(again, [1, 2, 3, 10**12], 0)  # forgotten by load
         again.load(tmp_path / "saved")
-    for k in range(15, 30):
-        step(through, k)
-        step(again, k)
+    for store in (through, again):
+        train(store, range(15, 30))
     for x, y in zip(through.items("t"), again.items("t")):
         np.testing.assert_array_equal(x, y)
     assert_same_bits(through.pull_all("t"), again.pull_all("t"))
@@ -238,13 +254,6 @@ def test_after_a_kill_a_row_without_a_key_is_free(tmp_path):
     weights = store.pull_all("t")[:, 0].tolist()
     assert weights == [1, 1, 5, 5, 1, 5, 1, 1]  # rows with a new key are fresh
     store.close()
-
-
-def test_a_mapped_file_of_a_table_without_keys(tmp_path):
-    with sj.store.KVStore() as plain:
-        plain.init("t", (V, D), None, path=tmp_path / "plain", initializer=ONES)
-    with pytest.raises(ValueError, match="has keyed True here, but False in"):
-        store_of(path=tmp_path / "plain")
 
 
 # ------------------------------------------------------------------ beside other things
@@ -331,13 +340,6 @@ def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
     store.close()
 
 
-def test_a_row_that_was_used_without_a_key_starts_anew():
-    store = store_of(8, optax.sgd(1.0))
-    store.push("t", sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8))
-    assert insert(store, np.arange(8), 0)[0] == list(range(8))
-    assert (store.pull_all("t") == 1).all()
-
-
 def test_a_cached_table_may_get_keys_but_lose_none():
     store = store_of(3, optax.sgd(1.0))
     sj.store.CachedTable(store, "t", 3)
@@ -346,22 +348,3 @@ def test_a_cached_table_may_get_keys_but_lose_none():
         store.insert("t", np.array([3, 4]), 1)
     assert store.items("t")[0].tolist() == [1, 2, 3]
     assert index_of(store).last_step.tolist() == [0, 0, 0]
-
-
-@pytest.mark.parametrize("first", [2**31 - 1, 1_764_000_000_000, 2**63 - 3])
-def test_steps_of_any_size(first):
-    store = store_of(2, optax.sgd(1.0))
-    for key, more in (7, 0), (9, 1), (7, 2), (4, 2):
-        _, evicted = insert(store, [key], first + more)
-    assert evicted == [1] and index_of(store).last_step.tolist() == [first + 2] * 2
-
-
-@pytest.mark.parametrize("mixed", [["a", 3], [[3, 4], ["a", "b"]], ["a", None]])
-def test_keys_of_two_kinds_are_refused(mixed):
-    """NumPy makes strings of both; an array of objects keeps their types."""
-    store = store_of()
-    for keys in (mixed, np.array(mixed, dtype=object)):
-        for use in (lambda x: store.insert("t", x, 0), lambda x: store.find("t", x)):
-            with pytest.raises(TypeError, match="must be all integers or all strings"):
-                use(keys)
-    assert not store.items("t")[0].size

@@ -3,6 +3,8 @@
 # optax's types know trees of arrays only.
 # pyright: reportArgumentType=false
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,57 +137,33 @@ def test_rows_start_as_on_one_device():
 # ------------------------------------------------------------------ two processes
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
-    """A function for what both processes found. They run once."""
-    directory = tmp_path_factory.mktemp("mesh")
-    run_together(worker.__file__, directory=directory)
-    return lambda work: [
-        np.load(directory / f"{work} {k}.npz") for k in range(worker.PROCESSES)
-    ]
-
-
 @pytest.mark.slow
-def test_two_processes_equal_one(trained, results):
-    parts = results("store")
+def test_two_processes_equal_one(trained, tmp_path):
+    """By pull and push, a Trainer and `store.train_step`."""
+    run_together(worker.__file__, directory=tmp_path)
+    parts = [np.load(tmp_path / f"{k}.npz") for k in range(worker.PROCESSES)]
     needed = [np.unique(ids) for ids, _ in worker.batches()]
     rows = [int(part["rows"]) for part in parts]
     assert sum(rows) == worker.HEIGHT and abs(rows[0] - rows[1]) <= 1
+    # And data_parallel over both, its table on every device.
+    tables = "whole", "prefetched", "resumed", "followed", "replica", "saved"
+    expected = dict.fromkeys(tables, trained)
+    for run in worker.train_with_trainer, worker.train_with_step:
+        alone = run(sj.store.KVStore())
+        expected |= {f"{run.__name__} {name}": x for name, x in alone.items()}
     for part in parts:
         # All rows that any process needs came to each, and no others.
         pulled = part["pulled"]
         pulled = pulled[pulled < worker.HEIGHT]
         np.testing.assert_array_equal(pulled, np.concatenate(needed))
         # Pulled by both, each a half of the ids: the whole table, in order.
-        tables = {"last": part["last"][: worker.HEIGHT]}
-        # And data_parallel over both, its table on every device.
-        for name in ("whole", "prefetched", "resumed", "followed", "replica"):
-            tables[name] = part[name]
-        for name, table in tables.items():
-            np.testing.assert_allclose(
-                table, trained, rtol=1e-5, atol=1e-6, err_msg=name
-            )
-    for name in parts[0].files:
-        if name != "rows":
-            assert_same_bits(parts[0][name], parts[1][name])
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        close(part["last"][: worker.HEIGHT], trained)
+        for name, x in expected.items():
+            close(part[name], x, err_msg=name)
+    for name in set(parts[0].files) - {"rows"}:
+        assert_same_bits(parts[0][name], parts[1][name])
     # Initial and assigned rows are the same for any number of processes.
     one = worker.init_normal(sj.store.KVStore())
     assert_same_bits(parts[0]["fresh"], one.pull_all("n"))
     assert_same_bits(parts[0]["assigned"], 2 * one.pull_all("n"))
-
-
-@pytest.mark.slow
-def test_a_trainer_in_two_processes(results):
-    """Training the Gluon way over two processes equals training in one.
-
-    Training that is saved halfway and resumed does, too, and `store.train_step`.
-    """
-    trained = worker.train_with_trainer(sj.store.KVStore())
-    stepped = worker.train_with_step(sj.store.KVStore())
-    runs = {"trainer": trained, "resumed": trained, "step": stepped}
-    for part in results("trainer"):
-        for run, expected in runs.items():
-            for name, value in expected.items():
-                found = part[f"{run} {name}"]
-                np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
-        assert_same_bits(part["resumed table"], part["trainer table"])

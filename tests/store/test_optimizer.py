@@ -21,28 +21,19 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 V, D, C = 5000, 16, 4096
 
 
-def compiled_step(tx):
-    """The program that a push runs, as users compile it."""
-    optimizer = Optimizer(tx, (V, D), np.float32, "t")
-    rows = np.ones((C, D), np.float32)
-    count = np.zeros((), np.int32)
-    leaves = [rows if by_row else count for by_row in optimizer.by_row]
-    arguments = (
-        rows,
-        optimizer.structure.unflatten(leaves),
-        np.ones(C, bool),
-        np.zeros(2 * C, np.int32),
-        np.ones((2 * C, D), np.float32),
-    )
-    update: Any = optimizer._update
-    lowered = update.lower(optimizer.by_row, *arguments)
-    return compile_as_users_do(lowered)
-
-
 @pytest.mark.parametrize("make", [optax.adam, optax.adagrad])
 def test_the_step_gathers_nothing_and_writes_to_no_argument(make):
     """Gathers keep XLA from vectorising it; buffers of NumPy are only borrowed."""
-    compiled = compiled_step(make(0.1))
+    optimizer = Optimizer(make(0.1), (V, D), np.float32, "t")
+    rows, count = np.ones((C, D), np.float32), np.zeros((), np.int32)
+    leaves = [rows if by_row else count for by_row in optimizer.by_row]
+    state = optimizer.structure.unflatten(leaves)
+    places = np.ones(C, bool), np.zeros(2 * C, np.int32)
+    update: Any = optimizer._update
+    values = np.ones((2 * C, D), np.float32)
+    compiled = compile_as_users_do(
+        update.lower(optimizer.by_row, rows, state, *places, values)
+    )
     operations = re.findall(r"= \S+ ([\w-]+)\(", compiled.as_text())
     assert operations.count("scatter") == 1  # it sums duplicates
     assert "gather" not in operations and "dynamic-slice" not in operations
@@ -51,17 +42,14 @@ def test_the_step_gathers_nothing_and_writes_to_no_argument(make):
 
 def test_padding_does_not_reach_the_norm():
     """Three rows in eight slots; with zeros in the padding the norm would be NaN."""
-    tx = optax.chain(
-        optax.scale_by_rms(eps=0.0, initial_scale=1.0), optax.clip_by_global_norm(0.5)
-    )
+    rms: Any = optax.scale_by_rms(eps=0.0, initial_scale=1.0)
+    tx = optax.chain(rms, optax.clip_by_global_norm(0.5))
     store = sj.store.KVStore()
     store.init("t", (V, 2), tx)
-    grad = sj.SelectedRows([3, 5, 9], jnp.ones((3, 2)), V)
+    grad: Any = sj.SelectedRows([3, 5, 9], jnp.ones((3, 2)), V)
     store.push("t", grad)
-    lifted = sj.optim.lazy(tx)
-    table = jnp.zeros((V, 2))
-    grads: Any = grad
-    updates, _ = lifted.update(grads, lifted.init(table), table)
+    lifted, table = sj.optim.lazy(tx), jnp.zeros((V, 2))
+    updates, _ = lifted.update(grad, lifted.init(table), table)
     expected = np.asarray(optax.apply_updates(table, updates))
     assert np.isfinite(expected).all()
     assert_trees_close(store.pull_all("t"), expected)

@@ -102,37 +102,36 @@ def save(path, version):
     return work
 
 
-def load(path, found):
+def load(path):
+    """The host has the tree and the weights of one save."""
+
     def work(host):
         like = {"version": 0, "dense": np.zeros((2, 2), np.float32)}
-        found[host.process] = host.store.load(path, like)
+        found = host.store.load(path, like)
+        host.version = found["version"]
+        assert (found["dense"] == host.version).all()
+        assert (host.weights() == host.version).all()
 
     return work
 
 
-def version_in(path):
-    """The save that both processes load."""
-    found = {}
-    hosts = run_both(load(path, found))
-    assert [host.error for host in hosts] == [None, None]
-    version = found[0]["version"]
-    for host in hosts:
-        assert found[host.process]["version"] == version
-        assert (found[host.process]["dense"] == version).all()
-        assert (host.weights() == version).all()
-    return version
-
-
-def raise_errors(hosts):
+def succeed(hosts):
     for host in hosts:
         if host.error is not None:
             raise host.error
+    return hosts
+
+
+def version_in(path):
+    """The save that both processes load."""
+    (version,) = {host.version for host in succeed(run_both(load(path)))}
+    return version
 
 
 def test_a_save_cut_off_is_completed_or_dropped(tmp_path):
     """Both processes die, each before any of its steps, or not at all."""
     path = tmp_path / "saved"
-    raise_errors(run_both(save(path, 1)))
+    succeed(run_both(save(path, 1)))
     steps = [host.steps for host in run_both(save(path, 2))]
     assert min(steps) >= 4 and version_in(path) == 2
     last, seen = 2, set()
@@ -148,42 +147,35 @@ def test_a_save_cut_off_is_completed_or_dropped(tmp_path):
     assert seen == {0, 1}
     current = (path / "current").read_text()
     assert {x.name for x in path.iterdir()} >= {"current", current}
-    raise_errors(run_both(save(path, last + 1)))
+    succeed(run_both(save(path, last + 1)))
     stamp = (path / "current").read_text()  # what was cut off is removed
     assert sorted(x.name for x in path.iterdir()) == sorted(["current", stamp])
 
 
 def test_a_damaged_file_of_one_process_is_refused_in_both(tmp_path):
     path = tmp_path / "saved"
-    raise_errors(run_both(save(path, 1)))
-    file = path / (path / "current").read_text() / "1-of-2"
+    succeed(run_both(save(path, 1)))
+    current = path / "current"
+    file = path / current.read_text() / "1-of-2"
     kept = file.read_bytes()
-    for content, error in (
-        (kept[:-9], ValueError),
-        (kept[9:], ValueError),
-        (None, FileNotFoundError),
-    ):
-        file.unlink(missing_ok=True)
-        if content is not None:
-            file.write_bytes(content)
-        first, second = run_both(load(path, {}))
+    for content in kept[:-9], kept[9:], None:
+        error = ValueError if content else FileNotFoundError
+        file.write_bytes(content) if content else file.unlink()
+        first, second = run_both(load(path))
         assert isinstance(first.error, RuntimeError) and type(second.error) is error
         assert "process 1 of 2 failed" in str(first.error)
         assert not first.weights().any() and not second.weights().any()
     file.write_bytes(kept)
     assert version_in(path) == 1
-    for content in ("", "../saved", "0" * 17):
-        (path / "current").write_text(content)
-        hosts = run_both(load(path, {}))
-        assert [type(host.error) for host in hosts] == [ValueError] * 2
-    (path / "current").unlink()
-    hosts = run_both(load(path, {}))
-    assert [type(host.error) for host in hosts] == [FileNotFoundError] * 2
+    for content in ("", "../saved", "0" * 17, None):
+        error = FileNotFoundError if content is None else ValueError
+        current.unlink() if content is None else current.write_text(content)
+        assert [type(host.error) for host in run_both(load(path))] == [error] * 2
 
 
 def test_an_error_of_one_process_is_raised_in_both(tmp_path, monkeypatch):
     path = tmp_path / "saved"
-    raise_errors(run_both(save(path, 1)))
+    succeed(run_both(save(path, 1)))
     write = _snapshot.write
 
     def fail(file, *args, **options):
@@ -216,5 +208,5 @@ def test_state_is_of_the_same_save(tmp_path):
         host.store.push("t", gradient())
         assert_same_bits(host.weights(), results[host.process])
 
-    raise_errors(run_both(train, tx=optax.adam(0.1)))
-    raise_errors(run_both(resume, tx=optax.adam(0.1)))
+    succeed(run_both(train, tx=optax.adam(0.1)))
+    succeed(run_both(resume, tx=optax.adam(0.1)))

@@ -9,12 +9,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import (
-    assert_same_bits,
-    assert_trees_close,
-    count_traces,
-    make_rows,
-)
+from helpers import assert_same_bits, assert_trees_close, count_traces, make_rows
 
 
 # optax's own schedules and moments promote types.
@@ -57,14 +52,14 @@ def test_capacities_are_few():
     assert sizes == {8, 16, 32, V}  # never above the height
 
 
-@pytest.mark.parametrize("ids", [[1, 3], [3, 1, 3, 1], [[0, 4], [4, 2]]])
 @pytest.mark.parametrize("array", [np.array, jnp.array])
-def test_row_sparse_pull_gives_the_rows_alone(ids, array):
+def test_row_sparse_pull_gives_the_rows_alone(array):
     """MXNet 1.9.1 returns the requested rows, sorted, each once."""
-    table, rows = weights(), np.unique(ids)
-    pulled = store_of(table, None).row_sparse_pull("t", array(ids))
-    np.testing.assert_array_equal(pulled.rows, rows)
-    assert_same_bits(pulled.values, table[rows])
+    store = store_of(weights(), None)
+    for ids in ([1, 3], [3, 1, 3, 1], [[0, 4], [4, 2]]):
+        pulled, rows = store.row_sparse_pull("t", array(ids)), np.unique(ids)
+        np.testing.assert_array_equal(pulled.rows, rows)
+        assert_same_bits(pulled.values, weights()[rows])
 
 
 def test_ids_out_of_range():
@@ -209,8 +204,7 @@ def test_a_pulled_table_in_bags_and_by_values():
 
 def test_a_list_of_gradients_is_summed():
     parts = [make_rows(r, V, (D,), seed=len(r))[0] for r in ([3, 5], [5, 9, V])]
-    tx = optax.adam(0.1)
-    one, other = store_of(weights(), tx), store_of(weights(), tx)
+    one, other = (store_of(weights(), optax.adam(0.1)) for _ in "12")
     one.push("t", parts)
     other.push("t", sj.concatenate(parts))
     assert_same_bits(one.pull_all("t"), other.pull_all("t"))
@@ -225,36 +219,49 @@ def test_nothing_pushed_moves_nothing_but_the_count():
     assert count == 1
 
 
-@pytest.mark.parametrize("rows", [[-3, 1], [1, V + 1], [2**31 - 1, V]])
-def test_rows_out_of_range(rows):
-    store = store_of(weights(), optax.sgd(0.1))
-    grads = sj.SelectedRows(rows, jnp.ones((2, D)), V)
-    for call in store.push, store.assign:
-        with pytest.raises(ValueError, match=f"1 of 2 rows for table 't'.*{V} rows"):
-            call("t", grads)
+def test_what_is_refused_changes_nothing():
+    """Rows out of range, duplicates, other shapes and types."""
+    store: Any = store_of(weights(), optax.sgd(1.0))
+    for rows in ([-3, 1], [1, V + 1], [2**31 - 1, V]):
+        for call in store.push, store.assign:
+            with pytest.raises(ValueError, match=f"1 of 2 rows for .*'t'.*{V} rows"):
+                call("t", sj.SelectedRows(rows, jnp.ones((2, D)), V))
+    with pytest.raises(ValueError, match="has duplicate rows"):
+        store.assign("t", sj.SelectedRows([3, 3], jnp.ones((2, D)), V))
+    for wrong in (
+        np.ones((V, D + 1)),
+        sj.SelectedRows([1], jnp.ones((1, D)), V + 1),
+        np.ones((V, D), np.complex64),
+        [1, 2],
+    ):
+        with pytest.raises(TypeError, match="assign: weights for table 't'"):
+            store.assign("t", wrong)
+    with pytest.raises(ValueError, match="scale_by_trust_ratio .part of lamb"):
+        store.init("u", (V, D), optax.lamb(0.1))
+    ids, array = jnp.array([1]), jnp.ones((V, D))
+    grad = lambda values: sj.SelectedRows(ids, values, V)
+    for traced in (
+        lambda: jax.vmap(lambda i: store.row_sparse_pull("t", i))(ids),
+        lambda: jax.lax.scan(lambda c, i: (c, store.pull("t", i)), 0, ids),
+        lambda: jax.jit(lambda v: store.push("t", grad(v)))(array[:1]),
+        lambda: jax.jit(lambda a: store.init("u", a, optax.sgd(1.0)))(array),
+        lambda: jax.jit(lambda a: store.assign("t", a))(array),
+    ):
+        with pytest.raises(TypeError, match="is in host memory"):
+            traced()
     assert_same_bits(store.pull_all("t"), weights())
+    assert store.names() == ("t",)
 
 
 # ------------------------------------------------------------------ init
 
 
-def by_path(txs: Any):
-    """The transformation of each parameter, by the name of its path."""
-    name = lambda path, leaf: path[0].key if path else "other"
-    return optax.partition(txs, lambda p: jax.tree.map_with_path(name, p))
-
-
-def test_a_refused_table_is_not_made():
-    store = sj.store.KVStore()
-    with pytest.raises(ValueError, match="scale_by_trust_ratio .part of lamb"):
-        store.init("t", (V, D), optax.lamb(0.1))
-    assert store.names() == ()
-
-
 def test_transformations_that_treat_all_tables_alike():
     """By path or by rank; labels that differ by path are refused."""
     sgd = optax.sgd(0.1)
-    store_of((V, D), by_path({"t": sgd, "other": sgd}))
+    name = lambda path, _: path[0].key if path else "other"
+    labels = lambda params: jax.tree.map_with_path(name, params)
+    store_of((V, D), optax.partition({"t": sgd, "other": sgd}, labels))
     by_rank = lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     store_of((V, D), optax.masked(optax.add_decayed_weights(0.1), by_rank))
 
@@ -293,25 +300,6 @@ def test_closing_inside_of_a_loop(depth):
             store.close()
 
 
-def test_inside_of_traced_functions():
-    store, ids, array = (
-        store_of((V, D), optax.sgd(1.0)),
-        jnp.array([1]),
-        jnp.ones((V, D)),
-    )
-    grad = lambda values: sj.SelectedRows(ids, values, V)
-    for use in (
-        lambda: jax.vmap(lambda i: store.row_sparse_pull("t", i))(ids),
-        lambda: jax.lax.scan(lambda c, i: (c, store.pull("t", i)), 0, ids),
-        lambda: jax.jit(lambda v: store.push("t", grad(v)))(array[:1]),
-        lambda: jax.jit(lambda a: store.init("u", a, optax.sgd(1.0)))(array),
-        lambda: jax.jit(lambda a: store.assign("t", a))(array),
-    ):
-        with pytest.raises(TypeError, match="is in host memory"):
-            use()
-    assert not store.pull_all("t").any() and store.names() == ("t",)
-
-
 # ------------------------------------------------------------------ assign
 
 
@@ -341,63 +329,39 @@ def test_assigned_rows_reach_a_batch_under_way():
     ahead.close()
 
 
-def test_refused_weights_change_nothing():
-    store: Any = store_of(weights(), optax.sgd(1.0))
-    for wrong in (
-        np.ones((V, D + 1)),
-        sj.SelectedRows([1], jnp.ones((1, D)), V + 1),
-        np.ones((V, D), np.complex64),
-        [1, 2],
-    ):
-        with pytest.raises(TypeError, match="assign: weights for table 't'"):
-            store.assign("t", wrong)
-    with pytest.raises(ValueError, match="has duplicate rows"):
-        store.assign("t", sj.SelectedRows([3, 3], jnp.ones((2, D)), V))
-    assert_same_bits(store.pull_all("t"), weights())
-
-
 # ------------------------------------------------------------------ the first touch
 
 
 @pytest.mark.slow
 def test_rows_start_the_same_in_any_order():
     rng = np.random.default_rng(0)
-    stores = [sj.store.KVStore() for _ in range(3)]
-    for store in stores:
-        store.init("t", (1000, 3), optax.adagrad(0.1), initializer=NORMAL, key=7)
+    tx, options = optax.adagrad(0.1), dict(initializer=NORMAL, key=7)
+    stores = [store_of((1000, 3), tx, **options) for _ in range(3)]
     for store in stores[:2]:  # batches of other sizes and orders
         for size in rng.integers(1, 200, 12):
             store.pull("t", rng.integers(0, 1000, size))
-    all_rows = [store.pull_all("t") for store in stores]
-    assert_same_bits(all_rows[0], all_rows[1])
-    assert_same_bits(all_rows[0], all_rows[2])
-    assert abs(all_rows[0].std() - 0.1) < 0.01
+    first, *others = (store.pull_all("t") for store in stores)
     assert stores[2].stats()["t"].touched_rows == 0  # pull_all touches nothing
-    everything = stores[2].pull("t", np.arange(1000), capacity=1000)
-    assert_same_bits(everything.values, all_rows[0])
-
-
-def test_seeds_and_keys():
-    def first(seed):
-        store = store_of((50, 3), None, initializer=NORMAL, key=seed)
-        return store.pull_all("t")
-
-    assert_same_bits(first(3), first(jax.random.key(3)))
-    assert_same_bits(first(3), first(jax.random.PRNGKey(3)))
-    assert (first(3) != first(4)).all()
+    others.append(stores[2].pull("t", np.arange(1000), capacity=1000).values)
+    for rows in others:
+        assert_same_bits(rows, first)
+    assert abs(first.std() - 0.1) < 0.01
 
 
 def test_initializers():
     fans = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-    rows = store_of((4000, 16), None, initializer=fans).pull_all("t")
+    first = lambda *args, **options: store_of(*args, None, **options).pull_all("t")
+    rows = first((4000, 16), initializer=fans)
     assert abs(rows.std() - 0.25) < 0.01  # flax's own for embeddings: 1 / sqrt(16)
     for constant in (jax.nn.initializers.ones, lambda k, s, d: jnp.full(s, 1.0, d)):
-        assert (store_of((V, D), None, initializer=constant).pull_all("t") == 1).all()
-
-
-def test_a_type_beside_an_array():
-    store = store_of(np.ones((V, D), np.float32), None, dtype=np.float16)
-    assert store.spec("t").dtype == np.float16 and (store.pull_all("t") == 1).all()
+        assert (first((V, D), initializer=constant) == 1).all()
+    halves = first(np.ones((V, D), np.float32), dtype=np.float16)
+    assert halves.dtype == np.float16 and (halves == 1).all()
+    seeds = 3, jax.random.key(3), jax.random.PRNGKey(3), 4
+    same, *others, other = (first((V, D), initializer=NORMAL, key=x) for x in seeds)
+    for rows in others:
+        assert_same_bits(rows, same)
+    assert (same != other).all()
 
 
 def test_the_state_of_a_row_starts_with_the_row():

@@ -496,6 +496,7 @@ def test_files_of_another_table_are_refused(tmp_path):
         ("has dtype float16 here, but float32", {"dtype": np.float16}),
         (r"has state of no arrays here, but .*mu", {"tx": optax.sgd(0.1)}),
         ("has key", {"key": 5}),
+        ("has keyed True here, but False", {"keys": sj.store.KeyPolicy()}),
         ("starts as zeros, without an initializer here, but", {"initializer": None}),
         (another, {"initializer": jax.nn.initializers.normal(0.2)}),
     ]:
