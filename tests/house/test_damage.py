@@ -10,7 +10,7 @@ from helpers import slow_but
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
 
-WITH_ORBAX = {"parallel.restore", "CheckpointManager", "nn.Trainer"}
+WITH_ORBAX = {"parallel.restore", "CheckpointManager"}
 OTHERS = {name: x for name, x in damage.READERS.items() if name not in WITH_ORBAX}
 
 

@@ -135,12 +135,14 @@ def test_stopping_early_ends_the_thread():
     assert not workers()
     assert store.stats()["a"].pushes == 1
     ahead = store.prefetch([[1], [2]], np.array)
-    assert not workers()  # not started
     next(ahead)
     assert workers()
     store.push("a", gradient(rows))
     ahead.close()
     assert not workers() and store.stats()["a"].pushes == 2
+    unused = store.prefetch([[1]], np.array)  # never started: no thread
+    assert not workers()
+    del unused
 
 
 def test_loading_inside_of_a_loop(tmp_path):

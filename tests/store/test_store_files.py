@@ -106,10 +106,11 @@ def files(directory):
 # ------------------------------------------------------------------ save and load
 
 
-def test_a_tree_in_the_same_file(tmp_path):
-    """Arrays, keys, numbers and text; tables of the store are not saved again."""
-    store, other = new_store(), new_store()
+def test_loaded_is_saved_and_goes_on_alike(tmp_path):
+    """With a tree in the same file; its tables of the store are not saved again."""
+    store, other, path = new_store(), new_store(seed=2), tmp_path / "file"
     steps(store, range(2))
+    steps(other, range(10, 13))  # is forgotten, and the seed comes with the file
     devices = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     tree = {
         "table": store["t"],
@@ -119,41 +120,28 @@ def test_a_tree_in_the_same_file(tmp_path):
         "numpy": (np.arange(4), np.float32(7), np.zeros((0, 2)), None),
         "plain": [7, 0.5, True, "w\u00f6rd"],
     }
-    store.save(tmp_path / "file", tree)
-    empty = jax.tree.map(
-        lambda x: x if isinstance(x, str) else x * 0, tree | {"key": 0}
-    )
+    seen = []
+    store.save(path, tree, progress=lambda *done: seen.append(done))
+    assert seen[-1][0] == seen[-1][1] and files(tmp_path) == ["file"]
+    plain, key = tree.pop("plain"), tree.pop("key")
+    empty: Any = jax.tree.map(lambda x: x * 0, tree)
     empty |= {"key": jax.random.key(9), "plain": [0, 0.0, False, ""]}
-    found = other.load(tmp_path / "file", empty)
-    same(other, store)
-    assert found["table"] == store["t"] and found["plain"] == tree["plain"]
-    data = jax.random.key_data
-    assert_same_bits(data(found["key"]), data(tree["key"]))
+    found = other.load(path, empty)
+    for seed in (3, 4):
+        same(other, store)
+        for each in (store, other):
+            steps(each, [seed])
+    assert found["table"] == store["t"] and found["plain"] == plain
+    assert_same_bits(*map(jax.random.key_data, (found["key"], key)))
     for name in "half", "there", "numpy":
         jax.tree.map(assert_same_bits, found[name], tree[name])
     assert type(found["numpy"][1]) is np.float32
     assert found["there"].sharding == devices and not found["half"].committed
     # A tree that is not asked for, and one that is not there.
-    assert other.load(tmp_path / "file") is None
-    store.save(tmp_path / "file")
+    assert other.load(path) is None
+    store.save(path)
     with pytest.raises(ValueError, match="no leaves"):
-        other.load(tmp_path / "file", {"step": 0})
-
-
-@pytest.mark.slow
-def test_loaded_is_saved_and_goes_on_alike(tmp_path):
-    store, path, seen = new_store(), tmp_path / "store", []
-    steps(store, range(4))
-    store.save(path, progress=lambda *done: seen.append(done))
-    assert seen[-1][0] == seen[-1][1]
-    other = new_store(seed=2)  # the seed comes with the file
-    steps(other, range(10, 13))  # the old content is forgotten
-    other.load(path)
-    same(store, other)
-    for each in (store, other):
-        steps(each, range(4, 8))
-    same(store, other)
-    assert files(tmp_path) == ["store"]
+        other.load(path, {"step": 0})
 
 
 def test_only_rows_touched_are_saved(tmp_path):

@@ -1,12 +1,12 @@
-"""Changes of a store as plain dicts: `python -m tests.tools.fuzz changes`.
+"""Changes of a store as arrays: `python -m tests.tools.fuzz changes`.
 
 A trainer store with a table of ids and a table of keys is trained at random: pushes,
 assigned rows, new keys that evict others. It writes files of changes since random
 versions, saves itself, and is restarted from its last save, or from an older one. Two
 followers, one with the optimizer state and one without, apply files in random order,
-and are restarted as well. `Model` has the rows of each version as dicts; after each
-step the store of that step must be equal to its dict, and a file that does not fit must
-be refused with nothing changed.
+and are restarted as well. `Model` has all rows of each version; after each step the
+store of that step must be equal to it, and a file that does not fit must be refused
+with nothing changed.
 """
 
 import collections
@@ -44,17 +44,13 @@ class Model:
     """The rows that a trainer should have, and when each last changed."""
 
     def __init__(self):
-        self.version = 0
-        self.weights = {"items": {}, "users": {}}  # by row: weights and momentum
+        self.version = self.known_since = self.run = 0
+        self.is_loaded = True  # the next change begins a run
+        items, users = np.zeros((V, D), np.float32), np.ones((HEIGHT, D), np.float32)
+        self.weights = {"items": items, "users": users}
+        self.traces = {name: 0 * x for name, x in self.weights.items()}
+        self.changed_at = {name: np.zeros(len(x)) for name, x in self.weights.items()}
         self.keys = index_model.Model(HEIGHT)
-        self.changed_at = {"items": {}, "users": {}}
-        self.run, self.is_loaded = 0, True  # the next change begins a run
-        self.known_since = 0
-
-    def advance(self):
-        if self.is_loaded:
-            self.run, self.is_loaded = next(RUNS), False
-        self.version += 1
 
     def loaded(self):
         """A store that loaded a save of this one."""
@@ -62,58 +58,49 @@ class Model:
         model.is_loaded, model.known_since = True, model.version
         return model
 
-    def change(self, name, rows):
-        self.changed_at[name] |= dict.fromkeys(rows, self.version)
+    def changed_since(self, name, version):
+        return np.flatnonzero(self.changed_at[name] > version).tolist()
+
+    def _change(self, name, rows):
+        if self.is_loaded:
+            self.run, self.is_loaded = next(RUNS), False
+        self.version += 1
+        self.changed_at[name][rows] = self.version
 
     def push(self, name, rows, values):
-        self.advance()
-        total = {}
-        for row, value in zip(rows, values):
-            total[row] = total.get(row, 0) + value
-        start = 1.0 if name == "users" else 0.0
-        for row, value in total.items():
-            old, trace = self.weights[name].get(row, (np.full(D, start), np.zeros(D)))
-            trace = value + 0.5 * trace
-            self.weights[name][row] = old - 0.5 * trace, trace
-        self.change(name, total)
+        weights, trace = self.weights[name], self.traces[name]
+        total = np.zeros_like(weights)
+        np.add.at(total, rows, values)
+        rows = np.unique(rows)
+        trace[rows] = total[rows] + 0.5 * trace[rows]
+        weights[rows] -= 0.5 * trace[rows]
+        self._change(name, rows)
 
     def assign(self, name, rows, values):
-        self.advance()
-        for row, value in zip(rows, values):
-            _, trace = self.weights[name].get(row, (0, np.zeros(D)))
-            self.weights[name][row] = value, trace
-        self.change(name, rows)
+        self.weights[name][rows] = values
+        self._change(name, rows)
 
     def insert(self, keys, step):
-        self.advance()
         rows, evicted = self.keys.insert(keys, step)
-        for row in evicted:
-            self.weights["users"].pop(row, None)
-        self.change("users", {row for row in rows if row != HEIGHT} | {*evicted})
+        self.weights["users"][evicted], self.traces["users"][evicted] = 1, 0
+        self._change("users", [*{*rows, *evicted} - {HEIGHT}])
         return rows
-
-    def dense(self, name, part):
-        start = 1.0 if name == "users" and part == 0 else 0.0
-        out = np.full((V if name == "items" else HEIGHT, D), start, np.float32)
-        for row, columns in self.weights[name].items():
-            out[row] = columns[part]
-        return out
 
 
 def check_store(store, model, with_state):
     """Compares all rows, their momentum and all keys."""
-    for name in ("items", "users"):
-        np.testing.assert_array_equal(store.pull_all(name), model.dense(name, 0))
+    tables = store.engine.tables
+    for name, weights in model.weights.items():
+        np.testing.assert_array_equal(store.pull_all(name), weights)
         if with_state:
-            (trace,) = store.engine.tables[name].by_row
-            np.testing.assert_array_equal(trace, model.dense(name, 1))
+            (trace,) = tables[name].by_row
+            np.testing.assert_array_equal(trace, model.traces[name])
     keys, rows = store.items("users")
     assert dict(zip(keys.tolist(), rows.tolist())) == model.keys.rows
-    found = store.find("users", np.arange(POOL))
-    want = [model.keys.rows.get(key, HEIGHT) for key in range(POOL)]
-    assert found.tolist() == want
+    expected = [model.keys.rows.get(key, HEIGHT) for key in range(POOL)]
+    assert store.find("users", np.arange(POOL)).tolist() == expected
     if with_state:
-        index = store.engine.tables["users"].keys
+        index = tables["users"].keys
         assert index.last_step[rows].tolist() == [model.keys.last[k] for k in keys]
         assert index.counts[rows].tolist() == [model.keys.counts[k] for k in keys]
 
@@ -129,7 +116,7 @@ class Follower:
         self.store, self.model = new_store(self.with_state), model
         if path is not None:
             self.store.load(path)
-        check_store(self.store, self.model, self.with_state)
+        check_store(self.store, model, self.with_state)
 
     def apply(self, path, since, model):
         """Applies a file of `model`, or is refused."""
@@ -151,13 +138,11 @@ class Follower:
             check_store(self.store, mine, self.with_state)
             return "old"
         for name, found in changes.items():
-            changed = model.changed_at[name].items()
-            want = {row for row, version in changed if version > since}
-            found = found.rows.tolist()
+            expected, rows = model.changed_since(name, since), found.rows.tolist()
             if replaces or since < model.known_since:  # and all that were known
-                assert {*found} >= want and found == sorted({*found})
+                assert {*rows} >= {*expected} and rows == sorted({*rows})
             else:
-                assert found == sorted(want), (name, found, want)
+                assert rows == expected, (name, rows, expected)
         gone = sorted({*mine.keys.rows} - {*model.keys.rows})
         assert changes["users"].evicted.tolist() == gone
         assert self.store.version == model.version
@@ -168,87 +153,80 @@ class Follower:
 
 def compare(seed, steps=1_000):
     """Runs one random sequence; the number of files by what became of them."""
-    rng = np.random.default_rng(seed)
-    outcomes = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
-        folder = pathlib.Path(folder)
-        trainer, model = new_store(), Model()
-        saves = []  # models, by number of the file
-        files = []  # (path, since, model)
-        followers = [Follower(True), Follower(False)]
+        return _compare(np.random.default_rng(seed), steps, pathlib.Path(folder))
 
-        def save():
-            path = folder / f"save {len(saves)}"
-            trainer.save(path)
-            saves.append(copy.deepcopy(model))
-            return path
 
-        for step in range(steps):
-            kind = rng.choice(
-                ["push", "users", "assign", "export", "apply", "save", "restart"],
-                p=[0.22, 0.22, 0.06, 0.18, 0.29, 0.02, 0.01],
-            )
-            size = int(rng.integers(1, 6))
-            values = rng.integers(-4, 5, (size, D)).astype(np.float32)
-            if kind == "push":
-                rows = rng.integers(0, V, size)
-                trainer.push("items", sj.SelectedRows(rows, values, V))
-                model.push("items", rows.tolist(), values)
-            elif kind == "assign":
-                rows = rng.permutation(V)[:size]
-                trainer.assign("items", sj.SelectedRows(rows, values, V))
-                model.assign("items", rows.tolist(), values)
-            elif kind == "users":
-                keys = rng.integers(0, POOL, size)
-                rows, _ = trainer.insert("users", keys, step)
-                assert rows.tolist() == model.insert(keys.tolist(), step)
-                if rng.random() < 0.7:
-                    trainer.push("users", sj.SelectedRows(rows, values, HEIGHT))
-                    kept = rows < HEIGHT
-                    model.push("users", rows[kept].tolist(), values[kept])
-            elif kind == "export":
-                # Mostly what a follower needs, with more or less than that.
-                since = followers[int(rng.integers(2))].model.version
-                since = int(np.clip(since + rng.integers(-3, 2), 0, model.version))
-                since = since if rng.random() < 0.9 else 0
-                since = 0 if since < model.known_since else since
-                now = max(since, model.known_since)
-                for name, found in trainer.changed_since(now).items():
-                    changed = model.changed_at[name].items()
-                    want = sorted(row for row, version in changed if version > now)
-                    assert found.tolist() == want
-                for follower in followers:
-                    state = follower.with_state
-                    path = folder / f"changes {len(files)}"
-                    assert model.version == trainer.export_changes(
-                        path, since=since, state=state
-                    )
-                    entry = path, since, copy.deepcopy(model)
-                    files.append((*entry, state))
-                check_store(trainer, model, True)
-            elif kind == "apply" and files:
-                follower = followers[int(rng.integers(2))]
-                own = [x[:3] for x in files if x[3] == follower.with_state]
-                recent = own[-1 - min(int(rng.geometric(0.6)) - 1, len(own) - 1)]
-                found = follower.apply(*recent)
-                outcomes[found] += 1
-                if found == "refused" and rng.random() < 0.2:
-                    if follower.with_state:
-                        follower.restart(save(), model.loaded())
-                    else:  # it cannot read the state in a saved store
-                        trainer.export_changes(folder / "all", since=0)
-                        now = copy.deepcopy(model)
-                        follower.apply(folder / "all", 0, now)
-                elif rng.random() < 0.1 and found in ("applied", "replaced"):
-                    follower.store.save(folder / "own")
-                    follower.restart(folder / "own", follower.model.loaded())
-            elif kind == "save":
-                save()
-            elif kind == "restart" and saves:
-                number = (
-                    len(saves) - 1 if rng.random() < 0.5 else rng.integers(len(saves))
-                )
-                trainer, model = new_store(), saves[number].loaded()
-                trainer.load(folder / f"save {number}")
-                check_store(trainer, model, True)
+def _compare(rng, steps, folder):
+    outcomes = collections.Counter()
+    trainer, model = new_store(), Model()
+    saves = []  # models, by number of the file
+    followers = Follower(True), Follower(False)
+    files = {follower: [] for follower in followers}  # (path, since, model)
+
+    def save():
+        path = folder / f"save {len(saves)}"
+        trainer.save(path)
+        saves.append(copy.deepcopy(model))
+        return path
+
+    for step in range(steps):
+        kind = rng.choice(
+            ["push", "users", "assign", "export", "apply", "save", "restart"],
+            p=[0.22, 0.22, 0.06, 0.18, 0.29, 0.02, 0.01],
+        )
+        size = int(rng.integers(1, 6))
+        values = rng.integers(-4, 5, (size, D)).astype(np.float32)
+        follower = followers[int(rng.integers(2))]
+        if kind == "push":
+            rows = rng.integers(0, V, size)
+            trainer.push("items", sj.SelectedRows(rows, values, V))
+            model.push("items", rows, values)
+        elif kind == "assign":
+            rows = rng.permutation(V)[:size]
+            trainer.assign("items", sj.SelectedRows(rows, values, V))
+            model.assign("items", rows, values)
+        elif kind == "users":
+            keys = rng.integers(0, POOL, size)
+            rows, _ = trainer.insert("users", keys, step)
+            assert rows.tolist() == model.insert(keys.tolist(), step)
+            if rng.random() < 0.7:
+                trainer.push("users", sj.SelectedRows(rows, values, HEIGHT))
+                model.push("users", rows[rows < HEIGHT], values[rows < HEIGHT])
+        elif kind == "export":
+            # Mostly what a follower needs, with more or less than that.
+            since = follower.model.version + rng.integers(-3, 2)
+            since = int(np.clip(since, 0, model.version))
+            if since < model.known_since or rng.random() < 0.1:
+                since = 0
+            known = max(since, model.known_since)
+            for name, rows in trainer.changed_since(known).items():
+                assert rows.tolist() == model.changed_since(name, known)
+            for each in followers:
+                path = folder / f"changes {step} {each.with_state}"
+                state = each.with_state
+                version = trainer.export_changes(path, since=since, state=state)
+                assert version == model.version
+                files[each].append((path, since, copy.deepcopy(model)))
+            check_store(trainer, model, True)
+        elif kind == "apply" and files[follower]:
+            own = files[follower]
+            found = follower.apply(*own[-min(int(rng.geometric(0.6)), len(own))])
+            outcomes[found] += 1
+            if found == "refused" and rng.random() < 0.2:
+                if follower.with_state:
+                    follower.restart(save(), model.loaded())
+                else:  # it cannot read the state in a saved store
+                    trainer.export_changes(folder / "all", since=0)
+                    follower.apply(folder / "all", 0, copy.deepcopy(model))
+            elif rng.random() < 0.1 and found in ("applied", "replaced"):
+                follower.store.save(folder / "own")
+                follower.restart(folder / "own", follower.model.loaded())
+        elif kind == "save":
+            save()
+        elif kind == "restart" and saves:
+            number = len(saves) - 1 if rng.random() < 0.5 else rng.integers(len(saves))
+            trainer, model = new_store(), saves[number].loaded()
+            trainer.load(folder / f"save {number}")
+            check_store(trainer, model, True)
     return outcomes

@@ -430,31 +430,6 @@ def _manager(folder):
     return [_files(folder / "run")], read
 
 
-def _trainer(folder):
-    """Restores a Trainer as the page on checkpoints saves it, and takes a step."""
-    block = sj.nn.SparseEmbedding(V, D, name="t")
-    loss = lambda rows, _: jnp.sum((rows - 1) ** 2)
-    params = {"w": jnp.arange(3.0)}
-    trainer = sj.nn.Trainer(block, sj.store.KVStore(), loss, _TX, params=params)
-    batch = jnp.array([3, 7])
-    trainer.step(batch)
-    dense = lambda: (trainer.params, trainer.opt_state, trainer.steps)
-    (folder / "run").mkdir()
-    trainer.store.save(folder / "run" / "tables")
-    sj.parallel.save(folder / "run" / "dense", dense())
-    copied = lambda x: np.asarray(x) if isinstance(x, jax.Array) else x
-    like = jax.tree.map(copied, dense())
-
-    def read(path):
-        restored = sj.parallel.restore(path / "dense", like)
-        trainer.store.load(path / "tables")
-        trainer.params, trainer.opt_state, trainer.steps = restored
-        loss = trainer.step(batch)
-        return loss, dense(), trainer.store.pull_all("t")
-
-    return [_files(folder / "run")], read
-
-
 READERS = {
     "Vocabulary.load": Reader(_vocabulary, change_archive, checked=True),
     "KVStore.load": Reader(_store, change_archive, checked=True),
@@ -465,7 +440,6 @@ READERS = {
     # These read folders of 20 files with orbax, which takes 20 times as long.
     "parallel.restore": Reader(_checkpoint, change_record, 0.2, checked=True),
     "CheckpointManager": Reader(_manager, change_record, 0.2, checked=True),
-    "nn.Trainer": Reader(_trainer, change_record, 0.2, checked=True),
 }
 
 
