@@ -6,7 +6,7 @@
 A child works without end: it replaces a file, saves a store, trains a mapped table,
 on the host or in a device cache, or one whose rows change hands between keys, or writes
 changes that other stores apply. It reports each step. It is killed (SIGKILL) at a
-random moment, and another process reads its files:
+random moment, and another process reads its files and goes one more step:
 
 - a file that was replaced, or a saved store, is the last one or the one before;
 - a mapped table opens, and the rows of all pushes but the last are whole;
@@ -326,9 +326,9 @@ class Victim:
         self.version = self.kills = 0
 
     def kill(self) -> None:
-        """Starts a child, kills it, and checks its files."""
+        """Starts a child, kills it, checks its files, and goes one more step."""
         told, tell = os.pipe()
-        found = FORK.Value("q", self.version)
+        found = FORK.Value("q")
 
         def run():
             steps = self.work(self.path, self.version)
@@ -357,34 +357,29 @@ class Victim:
         self.kills += 1
 
         def check():
+            is_removed = self.kind in ("create", "load")  # by the work itself
+            version = begun if is_removed else 0
             if self.path.exists():
-                found.value = self.check(self.path, done, begun)
-            elif self.kind in ("create", "load"):  # which remove it
-                found.value = begun
+                version = self.check(self.path, done, begun)
             else:
-                assert done == 0
+                assert is_removed or done == 0
+            if version < STEPS:
+                next(self.work(self.path, version))
+            found.value = version + 1
 
-        self._in_child(check)
-        self.version = found.value
-        if self.version >= STEPS - 1:
-            self.finish()
-            self.version = 0
-
-    def finish(self) -> None:
-        """Goes one more step, checks the names in the folder, and empties it."""
-        start = min(self.version, STEPS - 1)
-        self._in_child(lambda: next(self.work(self.path, start)))
+        child = FORK.Process(target=check)
+        child.start()
+        child.join()
+        assert child.exitcode == 0, f"{self.kind}: see above"
         names = "file", "store", "table", "changes", "follower"
         for path in self.path.parent.iterdir():  # a killed child leaves temporary files
             is_temporary = path.name.startswith(tuple(f".{name}." for name in names))
             assert path.name in names or is_temporary, path
-            path.unlink()
-
-    def _in_child(self, work: Callable[[], Any]) -> None:
-        child = FORK.Process(target=work)
-        child.start()
-        child.join()
-        assert child.exitcode == 0, f"{self.kind}: see above"
+        self.version = found.value
+        if self.version >= STEPS - 1:
+            for path in self.path.parent.iterdir():
+                path.unlink()
+            self.version = 0
 
 
 def main() -> int:
@@ -404,7 +399,6 @@ def main() -> int:
                 break
             victims[k % len(victims)].kill()
         for victim in victims:
-            victim.finish()
             print(f"{victim.kind:8} {victim.kills:4} kills")
     kills = sum(victim.kills for victim in victims)
     print(f"{kills} kills of seed {given.seed}, nothing lost")
