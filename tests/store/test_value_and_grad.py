@@ -115,14 +115,12 @@ OWN: dict[str, Any] = {  # beside those of tests/programs.py
 }
 # One loss reads in many ways, since each compiles for a while.
 GROUPS = [
-    "index_negative index_scalar index_python_int index_2d take_modes at_get "
-    "dynamic_slice lax_gather_windows computed_ids",
-    "vmapped_take cast_bfloat16_take scaled_by_row_vector transposed expanded "
-    "rows_stopped jitted_twice stopped random_ids",
-    "checkpointed scanned_chain scanned_carry scanned_nested branch branch_in_scan "
-    "switch custom_vjp_rows not_read",
-    "bag_fixed bag_ragged bag_max bag_vmapped bag_in_control_flow lookup lookup_zero "
-    "dot",
+    "index_negative index_scalar index_python_int take_modes at_get dynamic_slice "
+    "computed_ids stopped",
+    "vmapped_take cast_bfloat16_take scaled_by_row_vector transposed rows_stopped "
+    "jitted random_ids not_read",
+    "checkpointed scanned_chain scanned_carry branch branch_in_scan custom_vjp_rows",
+    "bag_fixed bag_ragged bag_max lookup lookup_zero dot",
 ]
 
 
