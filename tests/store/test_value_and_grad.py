@@ -105,6 +105,9 @@ def sines(rows):
 OWN: dict[str, Any] = {  # beside those of tests/programs.py
     "lookup": lambda t, w, i: sines(sj.lookup(t, i, padding_id=3, max_norm=1.0)),
     "lookup_zero": lambda t, w, i: sines(sj.lookup(t, i + 150, mode="zero")),
+    "bag_bfloat16": lambda t, w, i: sines(
+        sj.embedding_bag(t.astype(jnp.bfloat16), i[None]).astype(jnp.float32)
+    ),
     "dot": lambda t, w, i: sines(sj.dot(csr(i), t)),
     "computed_ids": lambda t, w, i: sines(t[(i * 7 + i[::-1]) % V]),
     "random_ids": lambda t, w, i: sines(
@@ -120,7 +123,7 @@ GROUPS = [
     "vmapped_take cast_bfloat16_take scaled_by_row_vector transposed rows_stopped "
     "jitted random_ids not_read",
     "checkpointed scanned_chain scanned_carry branch branch_in_scan custom_vjp_rows",
-    "bag_fixed bag_ragged bag_max lookup lookup_zero dot",
+    "bag_fixed bag_ragged bag_max bag_bfloat16 lookup lookup_zero dot",
 ]
 
 
