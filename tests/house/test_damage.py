@@ -14,6 +14,16 @@ WITH_ORBAX = {"parallel.restore", "CheckpointManager"}
 OTHERS = {name: x for name, x in damage.READERS.items() if name not in WITH_ORBAX}
 
 
+@pytest.mark.slow
+def test_damage_on_the_command_line(monkeypatch, capsys):
+    monkeypatch.setattr(damage, "READERS", OTHERS)
+    monkeypatch.setattr("sys.argv", ["damage", "--count", "20", "--seed", "3"])
+    assert damage.main() == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == "20 files of seed 3, 0 raised something else"
+    assert [line.split("  ")[0] for line in lines] == [*OTHERS]
+
+
 @pytest.mark.filterwarnings("ignore")  # of orbax, whose errors are raised here
 @pytest.mark.parametrize("name", slow_but(["others", *sorted(WITH_ORBAX)], "others"))
 def test_damaged_files_are_refused(name, tmp_path):
@@ -26,13 +36,3 @@ def test_damaged_files_are_refused(name, tmp_path):
         found[outcome] += 1
         assert outcome in ("read", "refused"), f"case {case}, {reader}:\n{outcome}"
     assert found["refused"] >= least, found
-
-
-@pytest.mark.slow
-def test_damage_on_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(damage, "READERS", OTHERS)
-    monkeypatch.setattr("sys.argv", ["damage", "--count", "20", "--seed", "3"])
-    assert damage.main() == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last == "20 files of seed 3, 0 raised something else"
-    assert [line.split("  ")[0] for line in lines] == [*OTHERS]
