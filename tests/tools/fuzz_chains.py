@@ -4,18 +4,13 @@ A chain is data: a tuple of parts `(name, k)`, where k chooses among arguments, 
 wrappers `(name, k, body)`, whose body is a chain. So hypothesis can shorten any chain,
 and a failure is one line, which `tests/transform/test_fuzz.py` keeps.
 
-`check` trains by sparsejax and by optax on dense gradients, in float64:
+`check` trains by sparsejax and by optax on dense gradients, in float64. A step of
+`lazy` must be optax's with the rows that had no gradient put back, a step of `exact`
+optax's in all rows, and `judged` compares the verdict with the oracle of `probe`.
+`lazy` must accept a chain that works row by row, and `exact` one that its page lists.
 
-- `lazy`: each step is optax's, with the rows that had no gradient put back;
-- `exact`: all rows are as optax has them, at every step;
-- `judged`: `separability` and the oracle of `probe` give the same verdict on a chain.
-
-`lazy` must accept a chain that works row by row, and `exact` a chain that its page
-lists. An accepted chain must be equal in parameters and state.
-
-Masks and labels are trees or functions of the parameters, which decide by shape, dtype
-or path. On the side of optax they are trees (`with_trees`). A function that decides by
-the number of rows may be refused.
+Masks and labels are trees or functions of the parameters. On the side of optax they are
+trees (`with_trees`). A function that decides by the number of rows may be refused.
 """
 
 # optax's types know trees of arrays only.
@@ -55,35 +50,22 @@ STEPS, EXACT_STEPS = 4, 12
 
 
 class Part(NamedTuple):
-    """A transformation, or a wrapper of a chain.
+    """A transformation, or a wrapper of a chain."""
 
-    Args:
-      make: of k, and for a wrapper of its body.
-      moves: True if it can move rows that get no gradient.
-      wakes: True if it moves rows that were never read. Then a norm may be refused.
-      norm: True if the update of a row depends on all rows that have an update.
-      kept: True if its state has such a norm. Then it may be refused after a part that
-        moves rows.
-      refused: True if it depends on rows without a gradient.
-      hides: True if it can undo a refused part in its body.
-      narrow: True if it computes in float32, as schedules do.
-      chooses: True if it has a mask or labels.
-      acts: for a wrapper `(k, body) -> [(chain, names of leaves)]`.
-      exact: its place in a chain that `exact` must accept: "g" before
-        moments (only clips and scales), "m" makes moments, "w" decays weights, "l" is a
-        learning rate, "s" may be at any place. Empty: it may be refused.
-    """
-
-    make: Callable[..., Any]
-    moves: bool = False
-    wakes: bool = False
-    norm: bool = False
-    kept: bool = False
-    refused: bool = False
-    hides: bool = False
-    narrow: bool = False
-    chooses: bool = False
+    make: Callable[..., Any]  # of k, and for a wrapper of its body
+    moves: bool = False  # it can move rows that get no gradient
+    wakes: bool = False  # it moves rows never read: a norm after it may be refused
+    norm: bool = False  # the update of a row depends on all rows that have an update
+    kept: bool = False  # its state has such a norm: may be refused after one that moves
+    refused: bool = False  # it depends on rows without a gradient
+    hides: bool = False  # it can undo a refused part in its body
+    narrow: bool = False  # it computes in float32, as schedules do
+    chooses: bool = False  # it has a mask or labels
+    # For a wrapper `(k, body) -> [(chain, names of leaves)]`.
     acts: Callable[..., Any] | None = None
+    # Its place in a chain that `exact` must accept: "g" before moments (only clips and
+    # scales), "m" makes moments, "w" decays weights, "l" is a learning rate, "s" may be
+    # at any place. Empty: it may be refused.
     exact: str = ""
 
 
@@ -117,7 +99,7 @@ RULES = (
     lambda x: np.shape(x)[0] <= OTHER and isinstance(x, ARRAYS),
 )
 ARRAYS = jax.Array, jax.ShapeDtypeStruct
-BY_ROWS = {2, 3, 4, 5, 7}
+BY_ROWS, LOOK_AT_SHAPES = {2, 3, 4, 5, 7}, {1, 2, 3}
 
 
 class _Object:
@@ -143,9 +125,6 @@ FORMS = (
 )
 
 
-LOOK_AT_SHAPES = {1, 2, 3}
-
-
 def decides_by_rows(chain):
     """Return True if a function of the parameters looks at the number of rows."""
     return any(
@@ -161,9 +140,8 @@ def decides_by_rows(chain):
 
 def _names(k):
     """The leaves that a rule chooses."""
-    rule = RULES[k % len(RULES)]
-    specs = {k: jax.ShapeDtypeStruct(s, jnp.float64) for k, s in SHAPES.items()}
-    return frozenset(name for name, spec in specs.items() if rule(spec))
+    rule, like = RULES[k % len(RULES)], jax.ShapeDtypeStruct
+    return frozenset(x for x, shape in SHAPES.items() if rule(like(shape, jnp.float64)))
 
 
 def _mask(k):
@@ -194,6 +172,14 @@ def _make(maker, *args, **options):
     return lambda k: maker(*args, **options)
 
 
+def _each(module, names, *args, prefix="", **flags):
+    """Parts for names that take the same arguments."""
+    return {
+        prefix + name: Part(_make(getattr(module, name), *args), **flags)
+        for name in names.split()
+    }
+
+
 def _adam(k):
     return optax.scale_by_adam(
         b1=_one_of(k, 0.9, 0.8, 0.5),
@@ -217,13 +203,10 @@ PLAIN = {
         lambda k: optax.scale_by_schedule(_rate(k)), narrow=True, exact="s"
     ),
     "centralize": Part(_make(optax.centralize), exact="g"),
-    # Its state records if any row has NaN.
-    "zero_nans": Part(_make(optax.zero_nans), norm=True),
-    "scale_by_sign": Part(_make(optax.scale_by_sign)),
-    "set_to_zero": Part(_make(optax.set_to_zero)),
-    "normalize_by_update_norm": Part(_make(optax.normalize_by_update_norm), norm=True),
-    "normalize": Part(_make(contrib.normalize), norm=True),
-    "scale_by_polyak": Part(_make(optax.scale_by_polyak), norm=True),
+    **_each(optax, "scale_by_sign set_to_zero"),
+    # The state of zero_nans records if any row has NaN.
+    **_each(optax, "zero_nans normalize_by_update_norm scale_by_polyak", norm=True),
+    **_each(contrib, "normalize", norm=True),
     "reduce_on_plateau": Part(
         lambda k: contrib.reduce_on_plateau(patience=1, cooldown=k % 2)
     ),
@@ -251,37 +234,32 @@ MOVING = {
     ),
     "ema": Part(lambda k: optax.ema(_one_of(k, 0.9, 0.5), debias=k % 2 == 0)),
     "bfloat16_mu": Part(_make(optax.scale_by_adam, mu_dtype=jnp.bfloat16)),
-    "scale_by_rprop": Part(_make(optax.scale_by_rprop, 0.1)),
-    "scale_by_madgrad": Part(lambda k: contrib.scale_by_madgrad(0.1)),
-    "keep_params_nonnegative": Part(_make(optax.keep_params_nonnegative)),
+    **_each(optax, "scale_by_rprop", 0.1),
+    **_each(contrib, "scale_by_madgrad", 0.1),
+    **_each(optax, "keep_params_nonnegative"),
     "pull_to_zero": Part(
         _make(optax.stateless_with_tree_map, lambda g, p: g + 0.1 * p)
     ),
-    **{
-        name: Part(_make(getattr(optax, name)))
-        for name in (
-            "scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
-            "scale_by_belief scale_by_lion scale_by_radam "
-            "scale_by_optimistic_gradient scale_by_stddev"
-        ).split()
-    },
-    "scale_by_novograd": Part(_make(optax.scale_by_novograd), kept=True),
-    # Its moments start at 1e-6.
-    "scale_by_yogi": Part(_make(optax.scale_by_yogi), wakes=True),
-    **{
-        name: Part(_make(getattr(contrib, name)))
-        for name in (
-            "scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob "
-            "scale_by_simplified_ademamix"
-        ).split()
-    },
-    **{
-        f"sj.{name}": Part(_make(getattr(sj.optim, name), 0.1))
-        for name in (
-            "adagrad group_adagrad rowwise_adagrad rowwise_adam row_count_adam "
-            "partial_rowwise_lamb weight_decay"
-        ).split()
-    },
+    **_each(
+        optax,
+        "scale_by_adadelta scale_by_adamax scale_by_adan scale_by_amsgrad "
+        "scale_by_belief scale_by_lion scale_by_radam scale_by_optimistic_gradient "
+        "scale_by_stddev",
+    ),
+    **_each(optax, "scale_by_novograd", kept=True),
+    **_each(optax, "scale_by_yogi", wakes=True),  # its moments start at 1e-6
+    **_each(
+        contrib,
+        "scale_by_acprop scale_by_ademamix scale_by_adopt scale_by_cocob "
+        "scale_by_simplified_ademamix",
+    ),
+    **_each(
+        sj.optim,
+        "adagrad group_adagrad rowwise_adagrad rowwise_adam row_count_adam "
+        "partial_rowwise_lamb weight_decay",
+        0.1,
+        prefix="sj.",
+    ),
     "sj.ftrl": Part(lambda k: sj.optim.ftrl(0.1, 1.0, 0.05 * (k % 3), 0.1 * (k % 2))),
     "sj.ema": Part(_make(sj.optim.ema, 0.9)),
 }
@@ -309,8 +287,6 @@ REFUSED_PARTS = {
         "multi_steps_transformation"
     ).split()
 }
-
-
 # A rule that nothing can replace: it differs for one row and for all.
 REFUSED_PARTS["hidden_rule"] = Part(
     _make(optax.stateless_with_tree_map, lambda g, p: -g if len(g) > 4 else g),
@@ -319,10 +295,6 @@ REFUSED_PARTS["hidden_rule"] = Part(
 
 
 # -- wrappers --------------------------------------------------------------------------
-
-
-def _masked(k, body):
-    return optax.masked(build(body), _mask(k))
 
 
 def _masked_by_user(k, body):
@@ -339,6 +311,10 @@ def _masked_by_user(k, body):
 
 def _partition(k, body):
     return optax.partition({"in": build(body), "out": build(body[1:])}, _labels(k))
+
+
+def _chosen(k, body):
+    return [(body, _names(k))]
 
 
 def _split(k, body):
@@ -365,10 +341,10 @@ WRAPPERS = {
         exact="s",
     ),
     "inject_hyperparams": Part(_injected, narrow=True, exact="l"),
-    "masked": Part(_masked, chooses=True, acts=lambda k, body: _split(k, body)[:1]),
-    "masked_by_user": Part(
-        _masked_by_user, chooses=True, acts=lambda k, body: _split(k, body)[:1]
+    "masked": Part(
+        lambda k, body: optax.masked(build(body), _mask(k)), chooses=True, acts=_chosen
     ),
+    "masked_by_user": Part(_masked_by_user, chooses=True, acts=_chosen),
     "partition": Part(_partition, chooses=True, acts=_split),
     "apply_if_finite": Part(lambda k, body: optax.apply_if_finite(build(body), 1)),
     "conditionally_transform": Part(
@@ -386,8 +362,7 @@ WRAPPERS = {
     ),
 }
 
-MOVING |= {name: part for name, part in WHOLE.items()}
-MOVING = {name: part._replace(moves=True) for name, part in MOVING.items()}
+MOVING = {k: part._replace(moves=True) for k, part in {**MOVING, **WHOLE}.items()}
 PARTS = {**PLAIN, **MOVING, **REFUSED_PARTS, **WRAPPERS}
 
 
@@ -414,25 +389,23 @@ def is_refused(chain):
     )
 
 
-def has(chain, flag):
-    return any(getattr(PARTS[name], flag) for name, _ in _flat(chain))
-
-
-def sees_moved_rows(chain, flag="norm"):
-    """Return True if a norm follows a part that moves rows without a gradient."""
-    moved = False
+def has(chain, *flags):
+    """Return True if there are parts with these flags, in this order."""
     for name, _ in _flat(chain):
-        if moved and getattr(PARTS[name], flag):
-            return True
-        moved = moved or PARTS[name].moves
-    return False
+        if flags and getattr(PARTS[name], flags[0]):
+            flags = flags[1:]
+    return not flags
 
 
-def sees_woken_rows(chain):
-    """Return True if a norm follows a part that moves rows that were never read."""
-    names = [name for name, _ in _flat(chain)]
-    woken = [k for k, name in enumerate(names) if PARTS[name].wakes]
-    return bool(woken) and any(PARTS[name].norm for name in names[woken[0] :])
+def sees_moved_rows(chain):
+    """Return True if a norm follows a part that moves rows without a gradient."""
+    return has(chain, "moves", "norm")
+
+
+def may_be_refused(chain):
+    """Return True if `lazy` may refuse a chain that works row by row."""
+    woken, kept = has(chain, "wakes", "norm"), has(chain, "moves", "kept")
+    return woken or kept or decides_by_rows(chain)
 
 
 def must_be_exact(chain):
@@ -503,8 +476,8 @@ def _put(before, after, rows):
         own = _by_table(old, rows)
         if own is None:
             return new
-        rows_only = new if new.shape[0] == len(own) else new[own]
-        return old.at[own].set(rows_only.astype(old.dtype))
+        new = new if new.shape[0] == len(own) else new[own]
+        return old.at[own].set(new.astype(old.dtype))
 
     return jax.tree.map(one, before, after)
 
@@ -527,13 +500,9 @@ def _optax_step(tx, params, state, grads):
 
 
 def _expected(tx, params, state, grads, rows, on_rows):
-    """A step of optax, with the rows that had no gradient put back.
-
-    With `on_rows`, on tables that have only those rows.
-    """
+    """A step of optax, on all rows or on these, with the other rows put back."""
     args = params, state, grads
-    if on_rows:
-        args = _cut(args, rows)
+    args = _cut(args, rows) if on_rows else args
     return _put((params, state), _optax_step(tx, *args), rows)
 
 
@@ -549,14 +518,6 @@ def _assert_bits(old, new, rows, what):
             others = np.setdiff1d(np.arange(x.shape[0]), own)
             a, b = np.asarray(x)[others], np.asarray(y)[others]
             assert a.tobytes() == b.tobytes(), what
-
-
-MODES: dict[str, Any] = {}
-
-
-def mode(fun):
-    MODES[fun.__name__] = fun
-    return fun
 
 
 def _nudged(tree):
@@ -579,7 +540,7 @@ def _nudging(tx):
 def _tolerance(chain):
     # A norm after a part that moves rows that were never read counts empty slots. It
     # is refused if the count exceeds the rounding of float32.
-    coarse = has(chain, "narrow") or sees_woken_rows(chain)
+    coarse = has(chain, "narrow") or has(chain, "wakes", "norm")
     return 1e-6 if coarse else 1e-9
 
 
@@ -593,8 +554,7 @@ def _accepts(chain, init):
     try:
         init()
     except ValueError as error:
-        may_be = sees_woken_rows(chain) or sees_moved_rows(chain, "kept")
-        if not refused and not may_be and not decides_by_rows(chain):
+        if not refused and not may_be_refused(chain):
             raise Refused(str(error)) from error
         return False
     if refused and not has(chain, "hides"):
@@ -650,27 +610,6 @@ def _lazy(chain, jit=jax.jit, is_finite=True, every=1):
     return "compared"
 
 
-@mode
-def jitted(chain):
-    return _lazy(chain)
-
-
-@mode
-def not_finite(chain):
-    return _lazy(chain, is_finite=False)
-
-
-@mode
-def eager(chain):
-    return _lazy(chain, lambda f: f)
-
-
-@mode
-def accumulated(chain):
-    """One step for two gradients."""
-    return _lazy(chain, every=2)
-
-
 def _is_exact(chain, other, tables):
     """Return True if `exact` accepts a chain, unless it is the other one."""
     try:
@@ -681,8 +620,7 @@ def _is_exact(chain, other, tables):
         return False
 
 
-@mode
-def exact(chain):
+def _exact(chain):
     """As dense training, at every step; one table has dense gradients."""
     tx, tables = build(with_trees(chain)), {k: k == "table" for k in SHAPES}
     ours = sj.optim.exact(build(chain), tables=tables)
@@ -716,28 +654,29 @@ def exact(chain):
     return "compared"
 
 
-@mode
-def judged(chain):
+def _judged(chain):
     """The verdict, read from the program, and the oracle, which runs it, agree."""
     leaves, treedef = trees.flatten(parameters())
     specs, table = tuple(map(trees.to_spec, leaves)), sorted(SHAPES).index("table")
     verdict = separability.judge(build(chain), treedef, specs, (table,))
     refused = verdict.refused
-    tx = build(with_trees(chain))
-    by_table, shared = probe.failures(tx, treedef, specs, (table,))
-    differs = shared or by_table.get(table)
-    may_be_refused = (
-        is_refused(chain)
-        or sees_woken_rows(chain)
-        or sees_moved_rows(chain, "kept")
-        or decides_by_rows(chain)
-    )
-    if refused and not differs and not may_be_refused:
+    differs = probe.failure(build(with_trees(chain)), treedef, specs, table)
+    if refused and not differs and not is_refused(chain) and not may_be_refused(chain):
         raise Refused(str(refused[table]))
     # A norm after a part that moves rows without a gradient counts only read rows.
     if differs and not refused and not sees_moved_rows(chain):
         raise Refused(f"not refused, but {differs}")
     return "refused" if refused else "compared"
+
+
+MODES: dict[str, Any] = {
+    "jitted": _lazy,
+    "eager": functools.partial(_lazy, jit=lambda f: f),
+    "not_finite": functools.partial(_lazy, is_finite=False),
+    "accumulated": functools.partial(_lazy, every=2),  # one step for two gradients
+    "exact": _exact,
+    "judged": _judged,
+}
 
 
 def check(chain, how="jitted"):
@@ -780,25 +719,22 @@ def _in_order(*lists):
     return st.tuples(*lists).map(lambda found: tuple(sum(map(list, found), [])))
 
 
+def _up_to(most, names, least=0):
+    return st.lists(_parts(names), min_size=least, max_size=most)
+
+
 _any = st.one_of(*[_parts([*PLAIN, *MOVING])] * 12, _parts(REFUSED_PARTS))
 _short = st.lists(_any, min_size=1, max_size=3).map(tuple)
 # As people write them.
 _usual = _in_order(
-    st.lists(_parts(PLAIN), max_size=2),
-    st.lists(_parts(MOVING), min_size=1, max_size=1),
-    st.lists(_parts([*PLAIN, "add_decayed_weights"]), max_size=2),
+    _up_to(2, PLAIN),
+    _up_to(1, MOVING, least=1),
+    _up_to(2, [*PLAIN, "add_decayed_weights"]),
 )
-_plain_wrappers = [n for n in WRAPPERS if not WRAPPERS[n].refused]
 _of_exact = _in_order(
-    st.lists(
-        _parts(["clip", "clip_by_global_norm", "scale", "centralize"]), max_size=2
-    ),
-    st.lists(
-        _parts([n for n in MOVING if MOVING[n].exact == "m"]), min_size=1, max_size=1
-    ),
-    st.lists(
-        _parts(["add_decayed_weights", "scale", "scale_by_learning_rate"]), max_size=2
-    ),
+    _up_to(2, ["clip", "clip_by_global_norm", "scale", "centralize"]),
+    _up_to(1, [n for n in MOVING if MOVING[n].exact == "m"], least=1),
+    _up_to(2, ["add_decayed_weights", "scale", "scale_by_learning_rate"]),
 )
 _bodies = st.one_of(_usual, _short)
 _mixed = st.lists(
@@ -809,7 +745,8 @@ _mixed = st.lists(
 
 
 def _wrapped(chain):
-    wrapper = st.tuples(st.sampled_from(sorted(_plain_wrappers)), _k, chain)
+    names = sorted(n for n in WRAPPERS if not WRAPPERS[n].refused)
+    wrapper = st.tuples(st.sampled_from(names), _k, chain)
     return st.one_of(chain, chain, st.tuples(wrapper))
 
 

@@ -20,23 +20,16 @@ from sparsejax import _compat
 
 
 class Case(NamedTuple):
-    """A function to differentiate, and its arguments.
+    """A function to differentiate, and its arguments."""
 
-    Args:
-      loss: `(params, batch) -> scalar`.
-      params, batches: its arguments; two batches of one shape.
-      tables: for the mode "required".
-      refusals: True if sparsejax must refuse what JAX refuses.
-      forwards: True if a second derivative is not compared where JAX contradicts
-        itself. JAX's gather drops the cotangent of a row out of range, but its tangent,
-        and the transpose of the former, read the nearest row.
-    """
-
-    loss: Callable[..., Any]
+    loss: Callable[..., Any]  # `(params, batch) -> scalar`
     params: Any
-    batches: Any = ((), ())
-    tables: Any = True
-    refusals: bool = False
+    batches: Any = ((), ())  # two of one shape
+    tables: Any = True  # for the mode "required"
+    refusals: bool = False  # sparsejax must refuse what JAX refuses
+    # A second derivative is not compared where JAX contradicts itself: its gather drops
+    # the cotangent of a row out of range, but its tangent, and the transpose of the
+    # former, read the nearest row.
     forwards: bool = False
 
 
@@ -64,59 +57,33 @@ def interpret(fun, *args):
 # ------------------------------------------------------------------ modes
 
 # Each takes `first`, `(params, batch) -> (value, gradients as arrays)`.
-MODES: dict[str, Any] = {}
-
-
-def mode(fun):
-    MODES[fun.__name__] = fun
-    return fun
-
-
-@mode
-def traced(first, params, batches):
-    return interpret(first, params, batches[0])
-
-
-@mode
-def eager(first, params, batches):
-    return first(params, batches[0])
-
-
-@mode
-def compiled(first, params, batches):
-    return jax.jit(first)(params, batches[0])
 
 
 def _both(batches):
     return jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
 
 
-@mode
-def vmapped(first, params, batches):
-    return interpret(jax.vmap(first, (None, 0)), params, _both(batches))
+def _traced(first, params, batches):
+    return interpret(first, params, batches[0])
 
 
-@mode
-def vmapped_with_params(first, params, batches):
+def _vmapped_with_params(first, params, batches):
     two = jax.tree.map(lambda x: jnp.stack([x, x + x]), params)
     return interpret(jax.vmap(first), two, _both(batches))
 
 
-@mode
-def scanned(first, params, batches):
+def _scanned(first, params, batches):
     step = lambda c, batch: (c, first(params, batch))
     return interpret(lambda both: lax.scan(step, 0, both)[1], _both(batches))
 
 
-@mode
-def hvp(first, params, batches):
+def _hvp(first, params, batches):
     """Forward over reverse."""
     run = lambda p: first(p, batches[0])
     return interpret(lambda p: jax.jvp(run, (p,), (jax.tree.map(jnp.cos, p),)), params)
 
 
-@mode
-def second_order(first, params, batches, gradient=jax.grad):
+def _second_order(first, params, batches, gradient=jax.grad):
     def norm(params):
         leaves = jax.tree.leaves(first(params, batches[0])[1])
         return sum(map(total_of, leaves), jnp.zeros((), jnp.float64))
@@ -124,11 +91,21 @@ def second_order(first, params, batches, gradient=jax.grad):
     return interpret(gradient(norm), params)
 
 
-@mode
-def jacobian(first, params, batches):
-    return interpret(jax.jacrev(lambda p: first(p, batches[0])[1]), params)
-
-
+MODES: dict[str, Any] = {
+    "traced": _traced,
+    "eager": lambda first, params, batches: first(params, batches[0]),
+    "compiled": lambda first, params, batches: jax.jit(first)(params, batches[0]),
+    "vmapped": lambda first, params, batches: interpret(
+        jax.vmap(first, (None, 0)), params, _both(batches)
+    ),
+    "vmapped_with_params": _vmapped_with_params,
+    "scanned": _scanned,
+    "hvp": _hvp,
+    "second_order": _second_order,
+    "jacobian": lambda first, params, batches: interpret(
+        jax.jacrev(lambda p: first(p, batches[0])[1]), params
+    ),
+}
 SECOND = "hvp", "second_order", "jacobian"
 ROUNDING = {"bf16": 0.1, "bfloat16": 0.1, "f16": 0.02, "f32": 1e-4, "c64": 1e-4}
 FINE = 1e-9
@@ -144,7 +121,7 @@ def check(case: Case, how: str) -> str:
       "compared"; "dense", if `tables=` is refused with the reason; "refused", if JAX
       and sparsejax refuse the case; or "skipped", if JAX alone decides.
     """
-    run, options = MODES.get(how, traced), {}
+    run, options = MODES.get(how, _traced), {}
     if how == "required":
         options["tables"] = case.tables
 
@@ -159,18 +136,14 @@ def check(case: Case, how: str) -> str:
     args, theirs = (case.params, case.batches), first(jax.value_and_grad)
     try:
         want = run(theirs, *args)
-    except Exception as error:
+    except Exception as refusal:
         if not case.refusals:
             return "skipped"
-        refusal = error
-    else:
-        refusal = None
-    if refusal is not None:
         try:
             run(first(sj.value_and_grad), *args)
         except (type(refusal), TypeError, ValueError, IndexError):
             return "refused"
-        raise AssertionError(f"JAX refused: {refusal}")
+        raise AssertionError(f"JAX refused: {refusal}") from refusal
     try:
         found = run(first(sj.value_and_grad, **options), *args)
     except sj.DensifyError:
@@ -179,7 +152,7 @@ def check(case: Case, how: str) -> str:
         return "dense"
     if not is_close(found, want, FINE):
         if how == "second_order" and case.forwards:
-            forwards = second_order(theirs, *args, jax.jacfwd)
+            forwards = _second_order(theirs, *args, jax.jacfwd)
             if not is_close(forwards, want, 1e-4):
                 return "skipped"
         program = str(jax.make_jaxpr(theirs)(case.params, case.batches[0]))
@@ -208,14 +181,9 @@ def is_close(found: Any, want: Any, tolerance: float, **options: Any) -> bool:
 def assert_close(
     found: Any, want: Any, tolerance: float, what: str = "", same_types: bool = True
 ) -> None:
-    """Compares trees, each array relative to its largest element.
+    """Compares trees, each array of floats relative to its largest element.
 
-    Args:
-      found, want: trees of one structure.
-      tolerance: of floats; other types have to be equal.
-      what: for the error.
-      same_types: whether types have to agree. If not, floats agree to the precision of
-        the type that was found.
+    Without `same_types`, floats agree to the precision of the type that was found.
     """
     assert jax.tree.structure(found) == jax.tree.structure(want), what
     pairs = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(want))
