@@ -14,30 +14,21 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import (
-    assert_same_bits,
-    assert_trees_close,
-    is_rows,
-    to_dense,
-)
+from helpers import assert_same_bits, assert_trees_close, is_rows, to_dense
 from optimizers import LR, D, V, make_grads, make_params, row_gradient, step
 from sparsejax.optim import accumulate, lazy
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
-ADAM = lazy(optax.adam(LR))  # one object, so that it is judged once
+# One object each, so that it is judged once.
+ADAM, SGD = lazy(optax.adam(LR)), lazy(optax.sgd(1.0))
 
 
-def _mean(grads):
-    """One large batch, which has the sum of the gradients of several."""
-    return {
-        "bias": sum(g["bias"] for g in grads) / len(grads),
-        "table": sj.concatenate([g["table"] for g in grads]) / len(grads),
-    }
-
-
-# ------------------------------------------------------------------ the mean
+def _rows(*rows, values=1.0):
+    """A gradient of these rows and an empty slot, in a table of one column."""
+    values = jnp.full((len(rows) + 1, 1), values).at[-1].set(jnp.nan)
+    return sj.SelectedRows(jnp.array([*rows, V]), values, V)
 
 
 @pytest.mark.parametrize(
@@ -58,20 +49,19 @@ def test_equals_one_large_batch(capacity):
             if i < k - 1:  # nothing has moved, not by a bit
                 assert updates["table"].num_rows() == 0
                 jax.tree.map(assert_same_bits, (params, state.inner_opt_state), old)
-        expected, inner = one_step(expected, inner, _mean(grads))
-        assert_trees_close(params, expected)
-        assert_trees_close(state.inner_opt_state, inner)
+        table = sj.concatenate([g["table"] for g in grads])
+        mean = {"bias": sum(g["bias"] for g in grads) / k, "table": table / k}
+        expected, inner = one_step(expected, inner, mean)
+        assert_trees_close((params, state.inner_opt_state), (expected, inner))
     assert state.mini_step == state.overflow == 0 and state.gradient_step == 3
 
 
 def test_k_may_follow_a_schedule():
-    tx = accumulate(lazy(optax.sgd(1.0)), lambda step: jnp.where(step == 0, 1, 2), 4)
+    tx = accumulate(SGD, lambda step: jnp.where(step == 0, 1, 2), 4)
     params = jnp.zeros((V, 1))
-    state = tx.init(params)
-    moved, run = [], jax.jit(functools.partial(step, tx))
+    state, moved, run = tx.init(params), [], jax.jit(functools.partial(step, tx))
     for row in range(5):
-        grad = sj.SelectedRows(jnp.array([row]), jnp.ones((1, 1)), V)
-        params, state = run(params, state, grad)
+        params, state = run(params, state, _rows(row))
         moved.append(params[:5, 0].tolist())
     assert moved[0] == [-1, 0, 0, 0, 0] == moved[1]
     assert moved[2] == [-1, -0.5, -0.5, 0, 0] == moved[3]
@@ -80,7 +70,7 @@ def test_k_may_follow_a_schedule():
 
 def test_sums_are_held_in_float32():
     """In bfloat16, 1 + 2^-9 is 1, and 2^-9 a hundred times over is not seen."""
-    tx = accumulate(lazy(optax.sgd(1.0)), 4, 8)
+    tx = accumulate(SGD, 4, 8)
     params = {"table": jnp.zeros((V, 1), jnp.bfloat16), "b": jnp.zeros(1, jnp.bfloat16)}
     state, update = tx.init(params), jax.jit(tx.update)
     for value in (1.0, 2**-9, 2**-9, 2**-8):
@@ -92,56 +82,39 @@ def test_sums_are_held_in_float32():
 
 def test_dense_and_sparse_gradients_of_one_leaf():
     """A leaf with a slot for each row takes both."""
-    tx = accumulate(lazy(optax.sgd(1.0)), 3, V)
-    params = jnp.zeros((V, D))
+    tx, params = accumulate(SGD, 3, V), jnp.zeros((V, D))
     sparse, dense = row_gradient(0, (D,)), jnp.ones((V, D))
-    expected = -(2 * sparse.to_dense() + dense) / 3
     update = jax.jit(tx.update)
     for order in ((dense, sparse, sparse), (sparse, sparse, dense)):
         state = tx.init(params)
         for grad in order:
             updates, state = update(grad, state, params)
         assert is_rows(updates) == is_rows(order[-1])
-        got = updates.to_dense() if is_rows(updates) else updates
-        assert_trees_close(got, expected)
-
-
-# ------------------------------------------------------------------ overflow
+        assert_trees_close(to_dense(updates), -(2 * sparse.to_dense() + dense) / 3)
 
 
 def test_overflow_is_counted_and_rows_held_are_right():
-    tx = accumulate(lazy(optax.sgd(1.0)), 2, 3)
-    params = jnp.zeros((V, 1))
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-
-    def gradient(*rows):
-        rows = jnp.array([*rows, V])  # an empty slot
-        return sj.SelectedRows(rows, jnp.ones((len(rows), 1)), V)
-
-    _, state = update(gradient(9, 5, 9, 9), state, params)
+    tx, params = accumulate(SGD, 2, 3), jnp.zeros((V, 1))
+    state, update = tx.init(params), jax.jit(tx.update)
+    _, state = update(_rows(9, 5, 9, 9), state, params)
     assert state.overflow == 0
-    updates, state = update(gradient(9, 1, 2, 3), state, params)
+    updates, state = update(_rows(9, 1, 2, 3), state, params)
     # One slot was free: 1 has it, 2 and 3 are left out, 9 and 5 have their whole sums.
-    assert state.overflow == 2
-    assert updates.num_rows() == 3
+    assert state.overflow == 2 and updates.num_rows() == 3
     moved = -2 * updates.to_dense()[:, 0]
     assert [moved[r] for r in (9, 5, 1, 2, 3)] == [4, 1, 1, 0, 0]
     # The next round begins with all slots free.
-    _, state = update(gradient(20, 21, 22, 22), state, params)
+    _, state = update(_rows(20, 21, 22, 22), state, params)
     assert state.overflow == 2
-    _, state = update(gradient(0, 1, 2, 3), state, params)
+    _, state = update(_rows(0, 1, 2, 3), state, params)
     assert state.overflow == 6
 
 
 @pytest.mark.slow
 def test_what_a_slot_held_before_does_not_come_back():
-    tx = accumulate(lazy(optax.sgd(1.0)), 2, 3)
-    params = jnp.zeros((V, 1))
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    bad = sj.SelectedRows(jnp.array([4, 5]), jnp.full((2, 1), jnp.nan), V)
-    good = sj.SelectedRows(jnp.array([7, V]), jnp.array([[1.0], [jnp.nan]]), V)
+    tx, params = accumulate(SGD, 2, 3), jnp.zeros((V, 1))
+    state, update = tx.init(params), jax.jit(tx.update)
+    bad, good = _rows(4, values=jnp.nan), _rows(7)
     for grad in (bad, bad, good, good):
         updates, state = update(grad, state, params)
     assert_same_bits(updates.to_dense()[7], jnp.array([-1.0]))
@@ -174,10 +147,10 @@ def test_shapes_are_known_before_data_and_ids_may_be_wide(x64):
     params = {"table": jnp.ones((V, D), jnp.float32), "none": None}
     rows = sj.SelectedRows(jnp.array([3, V, 3]), jnp.ones((3, D), jnp.float32), V)
     assert rows.rows.dtype == jnp.int64
-    grads = {"table": rows, "none": None}
-    shapes = jax.eval_shape(tx.update, grads, tx.init(params), params)
+    args = {"table": rows, "none": None}, tx.init(params), params
+    shapes = jax.eval_shape(tx.update, *args)
     assert shapes[0]["table"].shape == (V, D) and shapes[0]["table"].capacity == 4
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
+    updates, state = jax.jit(tx.update)(*args)
     known = [(s.shape, s.dtype) for s in jax.tree.leaves(shapes)]
     assert [(x.shape, x.dtype) for x in jax.tree.leaves((updates, state))] == known
     assert updates["table"].dtype == state.acc_grads["table"].dtype == jnp.float32
@@ -208,30 +181,20 @@ def test_in_shard_map(kind):
 
 
 def test_extra_arguments_are_passed_on():
-    tx = accumulate(lazy(optax.polyak_sgd()), 1, 20)
-    params, grads = make_params(), make_grads(0)
-    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params, value=1.0)
     inner = lazy(optax.polyak_sgd())
-    expected, _ = jax.jit(inner.update)(grads, inner.init(params), params, value=1.0)
-    assert_trees_close(to_dense(updates), to_dense(expected))
+    params, grads = make_params(), make_grads(0)
+    run = lambda tx: jax.jit(tx.update)(grads, tx.init(params), params, value=1.0)[0]
+    found, expected = run(accumulate(inner, 1, 20)), run(inner)
+    assert_trees_close(to_dense(found), to_dense(expected))
 
 
-# ------------------------------------------------------------------ refusals
-
-
-@pytest.mark.slow
-def test_rows_without_slots():
-    tx, params = accumulate(ADAM, 2, {"table": None, "bias": None}), make_params()
-    with pytest.raises(ValueError, match=r"grads\['table'\] is a SelectedRows.*an int"):
-        tx.update(make_grads(0), tx.init(params), params)
-    # One int gives slots to leaves of rank 2; a tree gives slots to its leaves.
-    params = jnp.zeros(V)
-    grad = sj.SelectedRows(jnp.array([2]), jnp.ones(1), V)
-    for capacity, tree in ((4, [params]), ({"a": None}, {"a": params})):
-        tx = accumulate(ADAM, 1, capacity)
-        grads = jax.tree.map(lambda _: grad, tree)
-        with pytest.raises(ValueError, match="no slots"):
-            tx.update(grads, tx.init(tree), tree)
-    tx, tree = accumulate(ADAM, 1, {"a": 4}), {"a": params}
-    updates, _ = jax.jit(tx.update)({"a": grad}, tx.init(tree), tree)
+def test_vectors_have_slots_if_a_tree_says_so():
+    """One int gives slots to leaves of rank 2."""
+    params = {"a": jnp.zeros(V)}
+    grads = {"a": sj.SelectedRows(jnp.array([2]), jnp.ones(1), V)}
+    tx = accumulate(ADAM, 1, 4)
+    with pytest.raises(ValueError, match="no slots"):
+        tx.update(grads, tx.init(params), params)
+    tx = accumulate(ADAM, 1, {"a": 4})
+    updates, _ = jax.jit(tx.update)(grads, tx.init(params), params)
     assert updates["a"].num_rows() == 1

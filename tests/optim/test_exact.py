@@ -29,7 +29,7 @@ from sparsejax.optim import exact, exact_value_and_grad
 # optax itself relies on implicit promotion; the last test is about our own code.
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
-V, D, N, STEPS = 211, 4, 4, 100
+V, D, N, STEPS = 211, 4, 4, 40
 SPARSE = {"table": True, "weights": None}
 # These tests spend their time on compiling.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
@@ -39,11 +39,8 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 
 def make_params(dtype=jnp.float32):
-    rng = np.random.default_rng(3)
-    return {
-        "table": jnp.asarray((0.1 * rng.standard_normal((V, D))).astype(dtype)),
-        "weights": jnp.asarray(np.ones(D, dtype)),
-    }
+    table = 0.1 * np.random.default_rng(3).standard_normal((V, D))
+    return {"table": jnp.asarray(table, dtype), "weights": jnp.ones(D, dtype)}
 
 
 def make_batches(steps=STEPS):
@@ -52,7 +49,7 @@ def make_batches(steps=STEPS):
     share = 1 / np.arange(1, V + 1)
     ids = rng.choice(V, (steps, N), p=share / share.sum())
     targets = rng.standard_normal((steps, N))
-    return jnp.asarray(ids.astype(np.int32)), jnp.asarray(targets.astype(np.float32))
+    return zip(jnp.asarray(ids, jnp.int32), jnp.asarray(targets, jnp.float32))
 
 
 def loss_fn(params, ids, targets):
@@ -60,11 +57,9 @@ def loss_fn(params, ids, targets):
 
 
 def exact_step(tx, carry, batch, loss=loss_fn):
-    params, state = carry
-    (loss, grads), params, state = exact_value_and_grad(loss, tx, tables=SPARSE)(
-        params, state, *batch
-    )
-    return step(tx, params, state, grads), loss
+    find = exact_value_and_grad(loss, tx, tables=SPARSE)
+    (_, grads), params, state = find(*carry, *batch)
+    return step(tx, params, state, grads)
 
 
 def relative(a, b):
@@ -98,9 +93,8 @@ check = functools.partial(sj.testing.assert_equals_dense, exact=True, atol=1e-7)
 
 @pytest.mark.parametrize("name", slow_but(DENSE_EQUIVALENT, "nesterov"))
 def test_equals_dense_training(name):
-    batches = zip(*make_batches())
     tx = DENSE_EQUIVALENT[name]()
-    check(loss_fn, tx, make_params(), batches, tables=SPARSE)
+    check(loss_fn, tx, make_params(), make_batches(), tables=SPARSE)
 
 
 @pytest.mark.slow
@@ -111,20 +105,20 @@ def test_another_optimizer_for_each_leaf():
         "weights": optax.set_to_zero(),
     }
     tx = optax.partition(parts, {name: name for name in parts})
-    params = {**make_params(), "other": jnp.asarray(np.ones((V, 2), np.float32))}
+    params = {**make_params(), "other": jnp.ones((V, 2))}
     assert len(exact(tx).init(params).last_updates) == 2
 
     def loss(params, ids, targets):
         return loss_fn(params, ids, targets) + jnp.mean(params["other"][ids + 1] ** 3)
 
-    check(loss, tx, params, zip(*make_batches(9)))
+    check(loss, tx, params, make_batches(9))
 
 
 @pytest.mark.slow
 def test_bfloat16_tables():
     tx, params = optax.sgd(0.02, momentum=0.9), make_params(jnp.bfloat16)
     assert exact(tx).init(params).last_updates[0].dtype == jnp.float32
-    check(loss_fn, tx, params, zip(*make_batches(40)), tables=SPARSE)
+    check(loss_fn, tx, params, make_batches(40), tables=SPARSE)
 
 
 # ------------------------------------------------------------------ the bound
@@ -137,10 +131,8 @@ def test_error_bound_of_the_drift(options, x64):
     dense = optax.adam(0.01, **options)
     tx = exact(dense)
     g = np.logspace(-12, 2, 85).reshape(-1, 1)
-    zero, nothing = (
-        np.zeros_like(g),
-        sj.SelectedRows([len(g)], np.zeros((1, 1)), len(g)),
-    )
+    zero = np.zeros_like(g)
+    nothing = sj.SelectedRows([len(g)], np.zeros((1, 1)), len(g))
     params = jnp.zeros(g.shape)
 
     @jit
@@ -154,18 +146,15 @@ def test_error_bound_of_the_drift(options, x64):
         dense_updates, dense_state = dense.update(g, dense_state, params)
         start = params + dense_updates
 
-        def step(carry, _):
-            params, state, dense_params, dense_state = carry
-            _, state = tx.catch_up(params, state, {})
-            updates, state = tx.update(nothing, state, params)
-            params = optax.apply_updates(params, updates)
-            updates, dense_state = dense.update(zero, dense_state, dense_params)
-            dense_params += updates
-            new = params, state, dense_params, dense_state
-            return new, (tx.flush(params, state)[0], dense_params)
+        def both(carry, _):
+            ours, theirs = carry
+            _, state = tx.catch_up(*ours, {})
+            ours = step(tx, ours[0], state, nothing)
+            theirs = step(dense, *theirs, zero)
+            return (ours, theirs), (tx.flush(*ours)[0], theirs[0])
 
-        carry = params + updates, state, start, dense_state
-        _, (ours, theirs) = jax.lax.scan(step, carry, length=200)
+        carry = (params + updates, state), (start, dense_state)
+        _, (ours, theirs) = jax.lax.scan(both, carry, length=200)
         return jnp.max(jnp.abs(ours - theirs) / jnp.abs(theirs[-1] - start))
 
     # F at the start and F at the end are each off by at most 2e-7; the part of the sum
@@ -184,27 +173,17 @@ ONES = np.ones((5, D), np.float32)
 def gradient(rows):
     """Ones at `rows`; always of five slots, so that it is compiled for only once."""
     rows = np.array([*rows, *[V] * (5 - len(rows))])
-    return {
-        "table": sj.SelectedRows(jnp.asarray(rows), ONES, V),
-        "weights": ONES[0],
-    }
+    return {"table": sj.SelectedRows(rows, ONES, V), "weights": ONES[0]}
 
 
 def make_apply(tx):
     return jit(functools.partial(step, tx))
 
 
-def make_step(tx):
-    """`update` catches up all rows."""
-    return jit(lambda params, state, g: step(tx, *tx.catch_up(params, state, {}), g))
-
-
-CATCH_UP, APPLY, FLUSH = (
-    jit(MOMENTUM.catch_up),
-    make_apply(MOMENTUM),
-    jit(MOMENTUM.flush),
-)
-APPLY_DENSE = make_apply(optax.sgd(0.5, momentum=0.5))
+CATCH_UP, FLUSH = jit(MOMENTUM.catch_up), jit(MOMENTUM.flush)
+APPLY, APPLY_DENSE = make_apply(MOMENTUM), make_apply(optax.sgd(0.5, momentum=0.5))
+# Two steps, between which rows 3 and 5 have momentum.
+TWO_STEPS = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
 
 
 def run_both(steps):
@@ -223,33 +202,28 @@ def run_both(steps):
 
 
 def test_other_rows_keep_their_bits():
-    params, state, _ = run_both([(gradient([3, 5]), [3, 5]), (gradient([5]), [5])])
-    before = params, state.inner, state.last_updates
-    ids = jnp.array([[3, 3], [-1, V], [7, 3]])
-    params, state = CATCH_UP(params, state, {"table": ids, "weights": None})
-    others = np.setdiff1d(np.arange(V), [3, 7])
+    before, old, _ = run_both(TWO_STEPS)
+    ids = {"table": jnp.array([[3, 3], [-1, V], [7, 3]]), "weights": None}
+    params, state = CATCH_UP(before, old, ids)
     rows_of = lambda x, rows: np.asarray(x)[rows]
-    assert_same_bits(
-        rows_of(params["table"], others), rows_of(before[0]["table"], others)
-    )
-    records = rows_of(state.last_updates[0], others)
-    assert_same_bits(records, rows_of(before[2][0], others))
-    for new, old in zip(jax.tree.leaves(state.inner), jax.tree.leaves(before[1])):
-        assert_same_bits(new, old)  # moments wait until they are needed
-    assert not np.array_equal(
-        rows_of(params["table"], 3), rows_of(before[0]["table"], 3)
-    )
-    # Row 7 had no momentum.
-    assert_same_bits(rows_of(params["table"], 7), rows_of(before[0]["table"], 7))
+    moved = np.any(rows_of(params["table"] != before["table"], ...), axis=1)
+    assert np.flatnonzero(moved).tolist() == [3]  # row 7 had no momentum
+    others = np.setdiff1d(np.arange(V), [3, 7])
+    for new, was in zip(
+        (params["table"], state.last_updates[0]), (before["table"], old.last_updates[0])
+    ):
+        assert_same_bits(rows_of(new, others), rows_of(was, others))
+    # Moments wait until they are needed.
+    jax.tree.map(assert_same_bits, state.inner, old.inner)
     # Once up to date, nothing moves any more.
-    again, _ = CATCH_UP(params, state, {"table": ids, "weights": None})
+    again, _ = CATCH_UP(params, state, ids)
     assert_same_bits(again["table"], params["table"])
 
 
 def test_flush_in_between_and_dense_gradients():
     everywhere = {"table": np.full((V, D), 0.1, np.float32), "weights": ONES[0]}
     steps = [
-        (gradient([3, 5]), [3, 5]),
+        TWO_STEPS[0],
         (gradient([5, 5, V, -1]), [5]),
         (everywhere, ...),
         (gradient([0]), [0]),
@@ -269,9 +243,8 @@ def test_flush_in_between_and_dense_gradients():
 
 def test_rows_not_caught_up_are_counted_and_put_right():
     # These gradients do not depend on the weights, so the result is dense training's.
-    steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
-    steps += [(gradient([3, 3, 5, 9, V]), []), (gradient([3]), [3])]
-    params, state, dense = run_both(steps)
+    steps = [(gradient([3, 3, 5, 9, V]), []), (gradient([3]), [3])]
+    params, state, dense = run_both(TWO_STEPS + steps)
     assert int(state.stale) == 2  # rows 3 and 9; 5 had been updated the step before
     flushed, _ = FLUSH(params, state)
     assert relative(flushed["table"], dense["table"]) < 1e-6
@@ -280,13 +253,12 @@ def test_rows_not_caught_up_are_counted_and_put_right():
 def test_a_step_without_catch_up_is_refused():
     """Outside of jit too: test_frameworks.py."""
     tx, params = MOMENTUM, make_params()
-    batch = jax.tree.map(lambda x: x[0], make_batches(1))
+    batch = next(make_batches(1))
     find = exact_value_and_grad(loss_fn, tx)
 
     @jax.jit
     def plain(params, state):
-        grads = sj.grad(loss_fn, tables=SPARSE)(params, *batch)
-        return step(tx, params, state, grads)
+        return step(tx, params, state, sj.grad(loss_fn, tables=SPARSE)(params, *batch))
 
     @jax.jit
     def right(params, state):
@@ -296,10 +268,10 @@ def test_a_step_without_catch_up_is_refused():
     @jax.jit
     def skip_some(params, state):
         (_, grads), params, state = find(params, state, *batch)
-        new = step(tx, params, state, grads)
+        new, new_state = step(tx, params, state, grads)
         pick = lambda x, y: jnp.where(state.step > 0, x, y)
-        state = jax.lax.cond(state.step > 0, lambda: new[1], lambda: state)
-        return jax.tree.map(pick, new[0], params), state
+        state = jax.lax.cond(state.step > 0, lambda: new_state, lambda: state)
+        return jax.tree.map(pick, new, params), state
 
     state = tx.init(params)
     after_one = right(params, state)
@@ -320,37 +292,27 @@ def test_a_step_without_catch_up_is_refused():
     assert int(state.step) == 4 and int(state.stale) == 0
 
 
-WRAPPERS = {
-    "inner_opt_state": (
-        lambda tx: sj.optim.accumulate(tx, 2, 8),
-        lambda tx: optax.MultiSteps(tx, 2),
-    ),
-    "inner_state": (lambda tx: sj.optim.dynamic_loss_scale(tx, 1.0), lambda tx: tx),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("field", WRAPPERS)
-def test_inside_of_our_wrappers(field):
-    wrap, wrap_dense = WRAPPERS[field]
-    inner = optax.sgd(0.5, momentum=0.5)
-    tx, dense_tx, batches = wrap(MOMENTUM), wrap_dense(inner), zip(*make_batches(6))
-    params = dense = make_params()
+def test_inside_of_our_wrappers():
+    inner, params = optax.sgd(0.5, momentum=0.5), make_params()
+    tx = sj.optim.dynamic_loss_scale(sj.optim.accumulate(MOMENTUM, 2, 8), 1.0)
+    dense_tx, dense = optax.MultiSteps(inner, 2), params
     state, dense_state = tx.init(params), dense_tx.init(dense)
+    find = exact_value_and_grad(loss_fn, MOMENTUM, tables=SPARSE)
 
     @jit
     def train(params, state, *batch):
-        (_, grads), params, inner_state = exact_value_and_grad(
-            loss_fn, MOMENTUM, tables=SPARSE
-        )(params, getattr(state, field), *batch)
-        return step(tx, params, state._replace(**{field: inner_state}), grads)
+        held = state.inner_state
+        (_, grads), params, inner = find(params, held.inner_opt_state, *batch)
+        held = held._replace(inner_opt_state=inner)
+        return step(tx, params, state._replace(inner_state=held), grads)
 
     dense_grad, dense_step = jit(jax.grad(loss_fn)), make_apply(dense_tx)
-    for batch in batches:
+    for batch in make_batches(6):
         params, state = train(params, state, *batch)
         dense, dense_state = dense_step(dense, dense_state, dense_grad(dense, *batch))
     assert train._cache_size() == 1
-    params, _ = MOMENTUM.flush(params, getattr(state, field))
+    params, _ = MOMENTUM.flush(params, state.inner_state.inner_opt_state)
     assert relative(params["table"], dense["table"]) < 1e-5
 
 
@@ -360,7 +322,9 @@ def test_hyperparameters_set_by_hand():
     inner = make(learning_rate=0.1, momentum=0.8)
     tx, params, dense = exact(inner), make_params(), make_params()
     state, dense_state = tx.init(params), inner.init(dense)
-    apply, apply_dense, flush = make_step(tx), make_apply(inner), jit(tx.flush)
+    # `update` catches up all rows.
+    apply = jit(lambda p, s, grads: step(tx, *tx.catch_up(p, s, {}), grads))
+    apply_dense, flush = make_apply(inner), jit(tx.flush)
     for number in range(9):
         if number == 5:
             rate = jnp.asarray(0.01, jnp.float32)
@@ -378,10 +342,8 @@ def test_hyperparameters_set_by_hand():
 
 CENTRALIZED, CLIP = optax.centralize(), optax.clip_by_global_norm(1.0)
 DECAYED = optax.add_decayed_weights(0.1)
-# By the part that the message names.
+# By the part that the message names; tests/error_messages.md has more.
 REFUSED = {
-    "scale_by_amsgrad": lambda: optax.amsgrad(0.1),
-    "scale_by_lion": lambda: optax.lion(0.1),
     "scale_by_trust_ratio": lambda: optax.lamb(0.1),
     "add_decayed_weights": lambda: optax.chain(DECAYED, optax.sgd(0.1, momentum=0.9)),
     "clip_by_global_norm": lambda: optax.chain(optax.trace(0.9), CLIP),
@@ -398,10 +360,6 @@ REFUSED = {
         optax.set_to_zero(), optax.contrib.scale_by_madgrad(0.1)
     ),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
-    "eps must not be 0": lambda: optax.adam(0.1, eps=0.0),
-    "too slowly": lambda: optax.sgd(0.1, momentum=0.9999),
-    "by 1 ": lambda: optax.sgd(0.1, momentum=1.0),
-    "table's shape": lambda: sj.optim.rowwise_adagrad(0.1),
     "not smooth": lambda: optax.adam(0.1, mu_dtype=jnp.bfloat16),
     "not linear in its weights": lambda: optax.stateless_with_tree_map(
         lambda g, p: g + 0.1 * p * p
@@ -420,37 +378,32 @@ def test_refused_by_name(part):
 
 
 def test_a_state_of_another_transformation_is_refused():
-    params = make_params()
+    params, lazy = make_params(), sj.optim.lazy(optax.sgd(0.5, momentum=0.5))
     state = MOMENTUM.init(params)
-    lazy = sj.optim.lazy(optax.sgd(0.5, momentum=0.5))
-    for update, wrong in (
-        (MOMENTUM.update, state.inner),
-        (MOMENTUM.update, lazy.init(params)),
-        (MOMENTUM.update, state._replace(now=(), last_updates=())),
-        (lazy.update, state),
+    for tx, wrong in (
+        (MOMENTUM, state.inner),
+        (MOMENTUM, state._replace(now=(), last_updates=())),
+        (lazy, state),
     ):
         with pytest.raises(TypeError, match="state|different"):
-            update(gradient([3]), wrong, params)
+            tx.update(gradient([3]), wrong, params)
     for tx in lazy, optax.chain(MOMENTUM):
         with pytest.raises(TypeError, match="chain"):
             exact_value_and_grad(loss_fn, tx)
 
 
-RATES = {
-    "numbers": lambda x: jnp.asarray(x),
-    "schedules": lambda x: lambda count: jnp.array([x, 2 * x])[count % 2],
-}
+RATES = {"a": 0.1, "b": 0.3}
 
 
-@pytest.mark.parametrize("name", RATES)
-def test_tables_whose_programs_differ_in_a_constant(name):
-    momentum = lambda x: optax.sgd(RATES[name](x), momentum=0.5)
-    params = {"a": jnp.zeros((9, 1)), "b": jnp.zeros((9, 1))}
-    both = optax.partition(
-        {"a": momentum(0.1), "b": momentum(0.3)}, {"a": "a", "b": "b"}
-    )
-    for now, x in zip(exact(both).init(params).now, (0.1, 0.3)):
-        expected = exact(momentum(x)).init(params["a"]).now[0]
+@pytest.mark.parametrize("is_schedule", [False, True])
+def test_tables_whose_programs_differ_in_a_constant(is_schedule):
+    schedule = lambda x: lambda count: jnp.array([x, 2 * x])[count % 2]
+    rate = schedule if is_schedule else jnp.asarray
+    momentum = {k: optax.sgd(rate(x), momentum=0.5) for k, x in RATES.items()}
+    params = {k: jnp.zeros((9, 1)) for k in RATES}
+    both = exact(optax.partition(momentum, {k: k for k in RATES}))
+    for k, now in zip(RATES, both.init(params).now):
+        expected = exact(momentum[k]).init(params[k]).now[0]
         np.testing.assert_allclose(now, expected, rtol=1e-6)
 
 
@@ -485,7 +438,7 @@ def test_step_is_by_rows_and_in_place(name):
     def flat(*arrays):
         given = dict(zip(of_table, arrays))
         full = [given.get(k, x) for k, x in enumerate(leaves)]
-        carry, _ = exact_step(tx, treedef.unflatten(full), batch, linear_loss)
+        carry = exact_step(tx, treedef.unflatten(full), batch, linear_loss)
         new = jax.tree.leaves(carry)
         return [new[k] for k in of_table]
 
@@ -509,9 +462,8 @@ def test_step_is_by_rows_and_in_place(name):
 
 
 def test_ids_are_read_from_the_trace():
-    tx = MOMENTUM
+    """From loops, branches, integer results, and with aux."""
     params, state, _ = run_both([(gradient([*range(5)]), [])] * 2)
-    behind = np.asarray(state.last_updates[0])[:, 1]
 
     def loss(params, ids, scale):
         def body(total, i):
@@ -526,21 +478,17 @@ def test_ids_are_read_from_the_trace():
         return total * params["weights"][0], best
 
     ids = jnp.array([1, 30, V])
-    both = exact_value_and_grad(loss, tx, has_aux=True, tables=SPARSE)
-    (((value, aux), grads), after, new) = jit(both)(params, state, ids, 2.0)
-    steps = np.asarray(new.last_updates[0])[:, 1]
-    assert set(np.flatnonzero(steps != behind)) == {21, 30, 31, 60}
+    both = exact_value_and_grad(loss, MOMENTUM, has_aux=True, tables=SPARSE)
+    ((_, aux), grads), after, new = jit(both)(params, state, ids, 2.0)
+    is_new = new.last_updates[0][:, 1] != state.last_updates[0][:, 1]
+    assert set(np.flatnonzero(is_new)) == {21, 30, 31, 60}
     expected, _ = CATCH_UP(params, state, {"table": jnp.array([1, 21, 30, 31, 60])})
     assert_same_bits(after["table"], expected["table"])
-    plain = jit(sj.value_and_grad(loss, 0, True, tables=SPARSE))
-    (value, aux), grads = plain(expected, ids, 2.0)
     assert isinstance(grads["table"], sj.SelectedRows) and aux.shape == (3,)
-    assert np.isfinite(value)
 
 
 def test_a_table_used_as_a_whole_is_brought_up_to_date():
-    steps = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
-    params, state, dense = run_both(steps)
+    params, state, dense = run_both(TWO_STEPS)
     loss = lambda params: jnp.sum(params["table"] ** 2)
     (value, _), params, _ = exact_value_and_grad(loss, MOMENTUM)(params, state)
     assert relative(params["table"], dense["table"]) < 1e-6
@@ -548,7 +496,7 @@ def test_a_table_used_as_a_whole_is_brought_up_to_date():
 
 
 def test_own_code_promotes_nothing():
-    params, state, _ = run_both([(gradient([3, 5]), [3, 5]), (gradient([5]), [5])])
+    params, state, _ = run_both(TWO_STEPS)
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
 
         @jit
@@ -565,11 +513,10 @@ def test_own_code_promotes_nothing():
 @pytest.mark.slow
 def test_state_may_be_donated_from_the_first_step_on():
     tx = exact(optax.rmsprop(1e-2, momentum=0.9), tables=SPARSE)
-    train = functools.partial(jit, donate_argnums=0)(functools.partial(exact_step, tx))
-    batches = zip(*make_batches(3))
-    params = make_params()
-    carry, _ = train((params, tx.init(params)), next(batches))
-    (params, state), _ = train(jit(tx.flush)(*carry), next(batches))
+    train = jit(functools.partial(exact_step, tx), donate_argnums=0)
+    params, batches = make_params(), make_batches(2)
+    carry = train((params, tx.init(params)), next(batches))
+    params, state = train(jit(tx.flush)(*carry), next(batches))
     assert int(state.step) == 2 and np.isfinite(params["table"]).all()
 
 
@@ -608,34 +555,23 @@ OPTIMIZERS = {
     # The state of `init` differs from all later ones.
     "optimistic_gradient_descent": lambda: optax.optimistic_gradient_descent(0.1),
     "optimistic_adam_v2": lambda: optax.optimistic_adam_v2(0.1),
-    "flag after the first step": lambda: gated(
-        False, lambda gate: jnp.array(True), lambda gate: gate
-    ),
-    "flag of the first step": lambda: gated(
-        True, lambda gate: jnp.array(False), lambda gate: ~gate
-    ),
-    "number 1 after the first step": lambda: gated(
-        0, lambda gate: jnp.minimum(gate + 1, 1), lambda gate: gate > 0
-    ),
-    "float after the first step": lambda: gated(
-        0.0, lambda gate: jnp.ones(()), lambda gate: gate > 0
-    ),
-    "nothing": lambda: gated(0, lambda gate: gate + 1, lambda gate: gate >= 0),
-    # It changes later.
-    "every other step": lambda: gated(True, jnp.logical_not, lambda gate: gate),
-    "every third step": lambda: gated(
-        0, lambda gate: (gate + 1) % 3, lambda gate: gate == 0
-    ),
-    "number by twos": lambda: gated(
-        0, lambda gate: gate + 2, lambda gate: gate % 4 == 0
-    ),
-    "from the third step on": lambda: gated(
-        0, lambda gate: gate + 1, lambda gate: gate >= 3
-    ),
-    "float count": lambda: gated(0.0, lambda gate: gate + 1, lambda gate: gate >= 3),
-    "down from three": lambda: gated(
-        3, lambda gate: jnp.maximum(gate - 1, 0), lambda gate: gate == 0
-    ),
+    **{
+        name: functools.partial(gated, first, after, is_open)
+        for name, first, after, is_open in (
+            ("flag after the first", False, lambda x: jnp.array(True), lambda x: x),
+            ("flag of the first", True, lambda x: jnp.array(False), lambda x: ~x),
+            ("number after it", 0, lambda x: jnp.minimum(x + 1, 1), lambda x: x > 0),
+            ("float after it", 0.0, lambda x: jnp.ones(()), lambda x: x > 0),
+            ("nothing", 0, lambda x: x + 1, lambda x: x >= 0),
+            # It changes later.
+            ("every other step", True, jnp.logical_not, lambda x: x),
+            ("every third step", 0, lambda x: (x + 1) % 3, lambda x: x == 0),
+            ("number by twos", 0, lambda x: x + 2, lambda x: x % 4 == 0),
+            ("from the third step on", 0, lambda x: x + 1, lambda x: x >= 3),
+            ("float count", 0.0, lambda x: x + 1, lambda x: x >= 3),
+            ("down from 3", 3, lambda x: jnp.maximum(x - 1, 0), lambda x: x == 0),
+        )
+    },
 }
 # Those that must not be refused: momentum with a schedule, or a first step like others.
 ACCEPTED = "nothing", "optimistic_gradient_descent", "from the third step on"

@@ -41,14 +41,10 @@ TXS = {
     # It writes the same two numbers into each row that is read.
     "weight_decay": lambda: lazy(optax.chain(optax.adam(0.1), weight_decay(0.01))),
     "accumulate adamw": lambda: accumulated(ADAMW),
-    "accumulate ema": lambda: accumulated(
-        lazy(optax.chain(optax.adam(0.1), sj.optim.ema(0.9)))
-    ),
     "accumulate weight_decay": lambda: accumulated(
         lazy(optax.chain(optax.adam(0.1), weight_decay(0.1)))
     ),
     "accumulate ftrl": lambda: accumulated(sj.optim.ftrl(0.1)),
-    "loss scale": lambda: dynamic_loss_scale(ADAMW),
     "tracked": lambda: sj.optim.track_changes(dynamic_loss_scale(ADAMW)),
     "float16": lambda: dynamic_loss_scale(rounding(ADAM, 0)),
     "float16 master": lambda: dynamic_loss_scale(rounding(ADAMW, 0, master=True)),

@@ -19,6 +19,7 @@ from helpers import (
     slow_but,
 )
 from optimizers import SEPARABLE, step
+from sparsejax.optim import lazy, reset_rows
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")  # optimizers of others
@@ -34,6 +35,8 @@ OWN = {
 # Kinds of state: [V, D], [V], [V, 1], copies of weights, counts, hyperparameters.
 OF_OPTAX = "adam inject_hyperparams schedule_free user_written"
 CHOSEN = {name: SEPARABLE[name] for name in OF_OPTAX.split()} | OWN
+# Of the new weights.
+TO_ONES = {"embedding_init": jax.nn.initializers.ones, "key": 0}
 
 
 def _params():
@@ -53,7 +56,7 @@ def _grads(k, rows):
 @pytest.mark.parametrize("name", slow_but(CHOSEN, "adam"))
 def test_a_row_is_as_if_never_touched(name):
     """A run that touches row 2 and resets it, and one that did not touch it before."""
-    tx = sj.optim.lazy(CHOSEN[name]())
+    tx = lazy(CHOSEN[name]())
 
     @jax.jit
     def run(before):
@@ -66,7 +69,7 @@ def test_a_row_is_as_if_never_touched(name):
             grads["table"] = sj.SelectedRows(kept, grads["table"].values, V)
             params, state = step(tx, params, state, grads)
         rows = {"table": jnp.array([2, V, -1])}
-        new, fresh = sj.optim.reset_rows(tx, state, params, rows)
+        new, fresh = reset_rows(tx, state, params, rows)
         params, state = jax.tree.map(
             lambda x, y: jnp.where(before, x, y), (new, fresh), (params, state)
         )
@@ -79,22 +82,16 @@ def test_a_row_is_as_if_never_touched(name):
 
 
 def test_other_rows_keep_their_bits_and_new_ones_are_of_the_initializer():
-    tx = sj.optim.lazy(optax.adam(0.1))
+    tx, normal = lazy(optax.adam(0.1)), jax.nn.initializers.normal(2.0)
 
     @jax.jit
     def run(params):
         params, state = step(tx, params, tx.init(params), _grads(0, [0, 2, 5]))
-        reset = sj.optim.reset_rows(
-            tx,
-            state,
-            params,
-            {"table": np.array([5, V]), "w": None},
-            embedding_init=jax.nn.initializers.normal(2.0),
-            key=3,
-        )
-        drawn = jax.random.fold_in(jax.random.key(3), 0)
-        drawn = jax.nn.initializers.normal(2.0)(drawn, (2, D), jnp.float32)
-        return params, state, *reset, drawn
+        rows = {"table": np.array([5, V]), "w": None}
+        options = {"embedding_init": normal, "key": 3}
+        reset = reset_rows(tx, state, params, rows, **options)
+        key = jax.random.fold_in(jax.random.key(3), 0)
+        return params, state, *reset, normal(key, (2, D), jnp.float32)
 
     params, state, new, fresh, drawn = jax.tree.map(np.asarray, run(_params()))
     others = np.array([0, 1, 2, 3, 4, 6])
@@ -111,23 +108,15 @@ def test_other_rows_keep_their_bits_and_new_ones_are_of_the_initializer():
 
 @pytest.mark.slow
 def test_copies_of_weights_in_the_state_are_those_of_the_new_weights():
-    tx = sj.optim.rounding(sj.optim.lazy(optax.sgd(0.1)), master=True)
-    table = jnp.ones((V, D), jnp.bfloat16)
-    table, state = sj.optim.reset_rows(
-        tx,
-        tx.init(table),
-        table,
-        jnp.array([1]),
-        embedding_init=jax.nn.initializers.constant(0.5),
-        key=0,
-    )
-    assert table[:3, 0].tolist() == [1, 0.5, 1]
-    assert state.master[:3, 0].tolist() == [1, 0.5, 1]
+    tx = sj.optim.rounding(lazy(optax.sgd(0.1)), master=True)
+    table = jnp.zeros((V, D), jnp.bfloat16)
+    table, state = reset_rows(tx, tx.init(table), table, jnp.array([1]), **TO_ONES)
+    assert table[:3, 0].tolist() == state.master[:3, 0].tolist() == [0, 1, 0]
 
 
 @pytest.mark.slow
 def test_missed_decay_counts_from_the_reset():
-    tx = sj.optim.lazy(optax.chain(optax.sgd(1.0), sj.optim.weight_decay(0.5)))
+    tx = lazy(optax.chain(optax.sgd(1.0), sj.optim.weight_decay(0.5)))
     zero = lambda row: sj.SelectedRows(np.array([row]), np.zeros((1, 1), np.float32), V)
 
     @jax.jit
@@ -135,18 +124,14 @@ def test_missed_decay_counts_from_the_reset():
         state = tx.init(table)
         for row in (0, 1):
             table, state = step(tx, table, state, zero(row))
-        ones = jax.nn.initializers.ones
-        table, state = sj.optim.reset_rows(
-            tx, state, table, np.array([3]), embedding_init=ones, key=0
-        )
+        table, state = reset_rows(tx, state, table, np.array([3]), **TO_ONES)
         table, state = step(tx, table, state, zero(3))
         return table, sj.optim.flush_weight_decay(table, state)[0]
 
     before, table = run(np.ones((V, 1), np.float32))
     np.testing.assert_allclose(before[3], 0.5, rtol=1e-6)
-    np.testing.assert_allclose(
-        table[:, 0], [0.125] * 3 + [0.5] + [0.125] * 3, rtol=1e-6
-    )
+    expected = [0.125] * 3 + [0.5] + [0.125] * 3
+    np.testing.assert_allclose(table[:, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -165,9 +150,7 @@ def test_rows_of_exact_are_up_to_date():
         state, row = tx.init(params), {"table": np.array([4])}
         for _ in range(2):
             params, state = train(params, state, row["table"])
-        params, state = sj.optim.reset_rows(
-            tx, state, params, row, embedding_init=jax.nn.initializers.ones, key=0
-        )
+        params, state = reset_rows(tx, state, params, row, **TO_ONES)
         params, state = train(params, state, np.array([0]))
         return tx.flush(params, state)[0]
 
@@ -179,7 +162,7 @@ def test_rows_of_exact_are_up_to_date():
 @pytest.mark.parametrize("capacity", slow_but([3, V, None], 3))
 def test_accumulated_gradients_are_dropped(capacity):
     """The slots of other rows stay where they are."""
-    tx = sj.optim.accumulate(sj.optim.lazy(optax.sgd(1.0)), 2, capacity={"t": capacity})
+    tx = sj.optim.accumulate(lazy(optax.sgd(1.0)), 2, capacity={"t": capacity})
     full = lambda x: np.full((2, 1), x, np.float32)
     grad = lambda rows, x: {"t": sj.SelectedRows(np.array(rows), full(x), V)}
     dense = lambda rows, x: {"t": grad(rows, x)["t"].to_dense()}
@@ -189,7 +172,7 @@ def test_accumulated_gradients_are_dropped(capacity):
     def run(params):
         _, state = tx.update(make([1, 2], 8.0), tx.init(params), params)
         rows = {"t": np.array([1, 5])}
-        params, state = sj.optim.reset_rows(tx, state, params, rows)
+        params, state = reset_rows(tx, state, params, rows)
         return step(tx, params, state, make([1, 6], 2.0))[0]
 
     params = run({"t": np.zeros((V, 1), np.float32)})
@@ -198,13 +181,8 @@ def test_accumulated_gradients_are_dropped(capacity):
 
 @pytest.mark.slow
 def test_in_place():
-    tx = sj.optim.lazy(optax.adam(0.1))
-    table = jnp.zeros((50_000, 8))
-
-    def reset(table, state, rows):
-        return sj.optim.reset_rows(tx, state, table, rows)
-
-    state, rows = tx.init(table), jnp.arange(16)
+    tx, table = lazy(optax.adam(0.1)), jnp.zeros((50_000, 8))
+    reset = lambda table, state, rows: reset_rows(tx, state, table, rows)
     donated = jax.jit(reset, donate_argnums=(0, 1))
-    compiled = compile_as_users_do(donated.lower(table, state, rows))
+    compiled = compile_as_users_do(donated.lower(table, tx.init(table), jnp.arange(16)))
     assert_written_in_place(compiled, [table] * 3, 10_000)
