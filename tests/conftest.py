@@ -1,12 +1,10 @@
 """The environment of every test, and which tests `make test` selects.
 
 The environment is set before JAX is imported: 8 devices made of the CPU, so that
-sharding is tested everywhere. A variable that the caller has set stays, so
-`JAX_PLATFORMS=cuda,cpu make test` runs on a GPU (CONTRIBUTING.md). There the fixtures
-`cpu_backend` and `eight_devices` skip what a single GPU cannot show.
-
-Compiled programs are kept in `.jax_cache` from one run to the next, and are shared by
-the processes of one run.
+sharding is tested everywhere. `JAX_PLATFORMS=cuda,cpu make test` runs on a GPU
+(CONTRIBUTING.md); there the fixtures `cpu_backend` and `eight_devices` skip what a
+single GPU cannot show. Compiled programs are kept in `.jax_cache` from one run to the
+next, and are shared by the processes of one run.
 
 `--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
 the first 3 cases, chosen so that each shows a value that the cases before it did not;
@@ -30,7 +28,23 @@ import sys
 import zlib
 
 
-# The tests compile thousands of small programs, in several processes at once.
+_ROOT = pathlib.Path(__file__).parent.parent
+# A variable that the caller has set stays.
+_ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "KERAS_BACKEND": "jax",
+    # XLA's pool needs more threads than devices. A device waits for the others at a
+    # collective in a thread of its own, and may wait in two collectives at once.
+    "NPROC": "32",
+    "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".jax_cache"),
+    # Small programs too: most are small, and loading takes a third of compiling.
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    # JAX needs 4 ms to filter its own frames from each error that a test expects.
+    "JAX_TRACEBACK_FILTERING": "off",
+    # Operations are lowered without their frames, up to a hundred each by default.
+    # `explain` finds its lines in jaxprs, not in lowered programs.
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+}
 # Optimizing programs this small costs more than it saves, and so does compiling them in
 # threads.
 _XLA_FLAGS = {
@@ -39,65 +53,16 @@ _XLA_FLAGS = {
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": 1,
 }
-
 # The newer emitters of fused loops take up to twice as long to compile. Other releases
 # do not know the flag, so they test the newer emitters.
 if importlib.metadata.version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
 
-
-def _set_environment():
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("KERAS_BACKEND", "jax")
-    flags = os.environ.get("XLA_FLAGS", "")
-    for name, value in _XLA_FLAGS.items():
-        if name not in flags:
-            flags = f"{flags} {name}={value}"
-    os.environ["XLA_FLAGS"] = flags.strip()
-
-
-def _more_threads_than_devices():
-    """Makes XLA's pool of threads larger than the number of devices.
-
-    A device waits for the others at a collective in a thread of its own. It may wait in
-    two independent collectives at once, and then the pool needs more threads.
-    """
-    os.environ.setdefault("NPROC", "32")
-
-
-def _keep_compiled_programs():
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_ROOT / ".jax_cache"))
-    # Cache small programs too: most are small, and loading takes a third of compiling.
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-
-
-def _forget_old_programs():
-    """Clears the cache once most entries belong to older code; a run adds 40,000."""
-    folder = _ROOT / ".jax_cache"
-    if folder.is_dir() and len(os.listdir(folder)) > _MAX_PROGRAMS:
-        for file in folder.iterdir():
-            file.unlink(missing_ok=True)
-
-
-def _keep_tracebacks_whole():
-    """JAX needs 4 ms to filter its own frames from each error that a test expects."""
-    os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
-
-
-def _leave_tracebacks_out_of_programs():
-    """Lowers operations without their frames, up to a hundred each by default.
-
-    `explain` finds its lines in jaxprs, not in lowered programs.
-    """
-    os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
-
-
-_ROOT = pathlib.Path(__file__).parent.parent
-_set_environment()
-_more_threads_than_devices()
-_keep_compiled_programs()
-_keep_tracebacks_whole()
-_leave_tracebacks_out_of_programs()
+for _name, _value in _ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+_given = os.environ.get("XLA_FLAGS", "")
+_added = [f"{name}={x}" for name, x in _XLA_FLAGS.items() if name not in _given]
+os.environ["XLA_FLAGS"] = " ".join([_given, *_added]).strip()
 
 import chex  # noqa: E402
 import hypothesis  # noqa: E402
@@ -105,10 +70,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
-_TESTS = _ROOT / "tests"
 _MAX_BYTES = 3 << 29
 _MAX_PROGRAMS = 200_000
-_QUICK_CASES, _CASES_AGAIN = 3, 2
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
@@ -143,8 +106,11 @@ def pytest_configure(config):
     if importlib.util.find_spec("keras") is None:  # its adapter has an example
         ignored = config.option.ignore or []
         config.option.ignore = [*ignored, str(_ROOT / "sparsejax/nn/keras.py")]
-    if not hasattr(config, "workerinput"):
-        _forget_old_programs()
+    cache = _ROOT / ".jax_cache"
+    if not hasattr(config, "workerinput") and cache.is_dir():
+        if len(os.listdir(cache)) > _MAX_PROGRAMS:  # most belong to older code
+            for file in cache.iterdir():
+                file.unlink(missing_ok=True)
     # JAX does not write whole files to the cache that the processes share: a program
     # that cannot be read is compiled. Not every program can be written.
     ignored = ["Error (reading|writing) persistent compilation cache"]
@@ -156,25 +122,22 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Doctests are collected from the package only, not from the tests' helpers."""
-    kept = [
-        item
-        for item in items
-        if not (isinstance(item, pytest.DoctestItem) and _TESTS in item.path.parents)
-    ]
-    for item in kept:
+    kept = []
+    for item in items:
         if isinstance(item, pytest.DoctestItem):
+            if _ROOT / "tests" in item.path.parents:
+                continue
             source = "".join(example.source for example in item.dtest.examples)
             if source.count("\n") > _QUICK_LINES:
                 item.add_marker(pytest.mark.slow)
             if "pyarrow" in source and importlib.util.find_spec("pyarrow") is None:
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
+        kept.append(item)
     if config.getoption("quick"):
-        most = _CASES_AGAIN if _asks_for_the_window(config) else _QUICK_CASES
-        kept = _representatives(kept, most)
+        kept = _representatives(kept, 2 if _asks_for_the_window(config) else 3)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
-    is_slow = lambda x: x.get_closest_marker("slow")
-    slow = {item.path for item in kept if is_slow(item)}
+    slow = {item.path for item in kept if item.get_closest_marker("slow")}
     kept.sort(key=lambda item: item.path not in slow)
     items[:] = kept
 
@@ -185,7 +148,10 @@ def _representatives(items, most):
     for item in items:
         if item.get_closest_marker("slow"):
             continue
-        test, values = item.nodeid.partition("[")[0], _values(item)
+        test = item.nodeid.partition("[")[0]
+        # Stacked `parametrize` marks: each part of the id is the value of a parameter.
+        parts = item.callspec._idlist if hasattr(item, "callspec") else []
+        values = {(test, place, part) for place, part in enumerate(parts)}
         if runs[test] < most and not (values and values <= seen):
             kept.append(item)
             runs[test] += 1
@@ -206,16 +172,6 @@ def pytest_ignore_collect(collection_path, config):
     left_out = _asks_for_the_window(config) and "mark.window" not in text
     left_out |= config.getoption("quick") and is_slow is not None
     return True if left_out else None
-
-
-def _values(item):
-    """`(test, parameter, value)` of each parameter that a test is run for."""
-    spec = getattr(item, "callspec", None)
-    if spec is None:
-        return set()
-    test = item.nodeid.partition("[")[0]
-    # Stacked `parametrize` marks: each part of the id is the value of one parameter.
-    return {(test, place, part) for place, part in enumerate(spec._idlist)}
 
 
 # ------------------------------------------------------------------ fixtures
@@ -271,19 +227,10 @@ def _bounded_memory():
         jax.clear_caches()
         gc.unfreeze()
         gc.collect()
-        _give_back_memory()
+        # glibc keeps freed memory; then every later file is over the bound.
+        if sys.platform == "linux":
+            getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)
     gc.freeze()  # otherwise each collection walks all that is cached
-
-
-def _give_back_memory():
-    """Returns freed memory to the system; otherwise every later file is over the bound.
-
-    Only glibc keeps it.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim:
-            trim(0)
 
 
 def resident_bytes():

@@ -101,15 +101,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 
 def run_python(*command, timeout=300, cwd=ROOT, **options):
-    """The output of another Python, run with `command`; it must exit with 0.
-
-    Args:
-      *command: the arguments of `python`: "-c" and a program, "-m" and a module, or a
-        path.
-      timeout: the limit in seconds.
-      cwd: the folder that it runs in.
-      **options: other options of `subprocess.run`.
-    """
+    """The output of `python COMMAND...`, which must exit with 0 within `timeout` s."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=cwd,
@@ -234,9 +226,7 @@ def make_rows(rows, height, row_shape=(3,), dtype=np.float32, seed=0, garbage=np
 
 
 def assert_lazy_step(tx, dense_step, before, grads, found, rtol=1e-5):
-    """Asserts that a lazy step is the dense step, with the rows not read put back.
-
-    Those rows must have the same bits.
+    """A lazy step is the dense step; rows that it does not read keep their bits.
 
     Args:
       tx: the transformation that is lifted.
@@ -292,33 +282,28 @@ def eqns_of(f, *args):
     return list(all_eqns(getattr(jaxpr, "jaxpr", jaxpr)))
 
 
-def _heights(args):
-    """The longest first axis among the arguments: their tables'."""
-    is_rows = lambda x: hasattr(x, "height")
-    leaves = jax.tree.leaves(args, is_leaf=is_rows)
-    return {max(x.height if is_rows(x) else (*np.shape(x), 0)[0] for x in leaves)}
-
-
 # Primitives that write in place if their operand is donated.
 IN_PLACE = ("scatter", "scatter-add", "update_rows")
 
 
 def assert_no_dense(f, *args, allow=(), heights=None):
-    """Asserts that `f(*args)` makes no array of a table's size.
+    """The program of `f(*args)` makes no array of a table's size.
 
     An equation's output is of a table's size if one of its axes is a table's height,
     or if it has as many elements as an argument with that number of rows. Choose a
     height that is a prime and larger than all other sizes.
 
     Args:
-      f: the function, traced by `jax.make_jaxpr`.
+      f: traced by `jax.make_jaxpr`.
       *args: its arguments.
-      allow: names of primitives that may have such an output, because they write in
-        place if their operand is donated; see `IN_PLACE`.
-      heights: the tables' numbers of rows. By default, the longest first axis among
-        `args`.
+      allow: names of primitives that may have such an output; see `IN_PLACE`.
+      heights: of the tables; by default the longest first axis among `args`.
     """
-    heights = set(_heights(args) if heights is None else heights)
+    if heights is None:
+        leaves = jax.tree.leaves(args, is_leaf=lambda x: hasattr(x, "height"))
+        first = lambda x: x.height if hasattr(x, "height") else (*np.shape(x), 0)[0]
+        heights = {max(map(first, leaves))}
+    heights = {*heights}
     assert heights and min(heights) > 0, "no table among the arguments"
     shapes = [np.shape(x) for x in jax.tree.leaves(args)]
     sizes = {int(np.prod(s)) for s in shapes if s and s[0] in heights}

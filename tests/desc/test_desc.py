@@ -13,22 +13,9 @@ from sparsejax.desc import _protobuf
 
 
 # The numbers of var_desc.proto, which are PaddlePaddle's.
-DATA_TYPES = {
-    "bool": 0,
-    "int16": 1,
-    "int32": 2,
-    "int64": 3,
-    "float16": 4,
-    "float32": 5,
-    "float64": 6,
-    "uint8": 20,
-    "int8": 21,
-    "bfloat16": 22,
-    "complex64": 23,
-    "complex128": 24,
-    "float8_e4m3fn": 32,
-    "float8_e5m2": 33,
-}
+DATA_TYPES = dict(bool=0, int16=1, int32=2, int64=3, float16=4, float32=5, float64=6)
+DATA_TYPES |= dict(uint8=20, int8=21, bfloat16=22, complex64=23, complex128=24)
+DATA_TYPES |= dict(float8_e4m3fn=32, float8_e5m2=33)
 
 
 def spec(*shape, dtype=jnp.float32):

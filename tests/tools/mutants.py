@@ -88,9 +88,7 @@ def tests_of(line, contexts, seconds, most):
     """The names of the tests that run `line`, of `most` seconds in all."""
     names = {name.partition("|")[0] for name in contexts.get(line, ())} - {""}
     if not names:  # a line that runs at import
-        names = {c.partition("|")[0] for found in contexts.values() for c in found} - {
-            ""
-        }
+        names = {c.partition("|")[0] for found in contexts.values() for c in found}
     timed = []
     for name in names:
         file, _, test = name.partition("::")
@@ -119,17 +117,14 @@ class FirstFailure:
 def run_tests(folder, names, pipe):
     """Exits with pytest's code. Stops at the first test that fails."""
     os.chdir(folder)
-    sys.path[:] = [
-        str(folder),
-        *(p for p in sys.path if not p.startswith(str(ROOT / "tests"))),
-    ]
+    tests = str(ROOT / "tests")
+    sys.path[:] = [str(folder), *(p for p in sys.path if not p.startswith(tests))]
     del sys.modules["conftest"]
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    ignored = (
-        "ignore::pytest.PytestAssertRewriteWarning"  # of the modules imported here
-    )
+    # Of the modules imported here.
+    ignored = "ignore::pytest.PytestAssertRewriteWarning"
     options = ["-x", "-q", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:cov"]
     os._exit(pytest.main([*options, *names], [FirstFailure(pipe)]))
 
@@ -159,32 +154,25 @@ def main():
     parser.add_argument("--coverage", type=pathlib.Path, default=ROOT / ".coverage")
     parser.add_argument("--times", type=pathlib.Path, default=ROOT / "build/tests.xml")
     options = parser.parse_args()
-    files = [
-        file
-        for room in options.room
-        for file in (
-            [ROOT / room] if room.endswith(".py") else (ROOT / room).rglob("*.py")
-        )
-    ]
+    paths = [ROOT / room for room in options.room]
+    files = {
+        f for path in paths for f in ([path] if path.is_file() else path.rglob("*.py"))
+    }
     data = coverage.CoverageData(str(options.coverage))
     data.read()
     seconds = seconds_of_tests(options.times)
-    all_changes = [
-        (file, line, change)
-        for file in sorted(files)
-        for line, change in changes_of(file)
+    changes = [
+        (f, line, change) for f in sorted(files) for line, change in changes_of(f)
     ]
-    chosen = random.Random(options.seed).sample(
-        all_changes, min(options.count, len(all_changes))
-    )
+    count = min(options.count, len(changes))
+    chosen = random.Random(options.seed).sample(changes, count)
     sys.dont_write_bytecode = True  # compiled files differ by whole seconds
     start, survivors, untested = time.monotonic(), 0, 0
-    sound, broken = (set(), set())  # tests that pass, and that fail, without a change
+    sound, broken = set(), set()  # tests that pass, and that fail, without a change
     with tempfile.TemporaryDirectory() as folder:
         copy = pathlib.Path(folder, "checkout")
-        shutil.copytree(
-            ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "build")
-        )
+        left_out = shutil.ignore_patterns(".*", "__pycache__", "build")
+        shutil.copytree(ROOT, copy, ignore=left_out)
         for done, (file, line, change) in enumerate(chosen, 1):
             where, before, after = file.relative_to(ROOT), file.read_text(), change()
             contexts = data.contexts_by_lineno(str(file))
@@ -204,20 +192,15 @@ def main():
             if not found:
                 survivors += 1
                 untested += not names
-                lines = difflib.unified_diff(
-                    before.splitlines(), after.splitlines(), lineterm="", n=0
-                )
-                print(
-                    f"{where}:{line}, {len(names)} tests pass",
-                    *list(lines)[3:],
-                    sep="\n",
-                )
+                old, new = before.splitlines(), after.splitlines()
+                lines = list(difflib.unified_diff(old, new, lineterm="", n=0))[3:]
+                print(f"{where}:{line}, {len(names)} tests pass", *lines, sep="\n")
             took = time.monotonic() - start
             print(f"{survivors} of {done} not found, {took:.0f} s", flush=True)
     print(
-        f"{' '.join(options.room)}, seed {options.seed}: {len(chosen)} of "
-        f"{len(all_changes)} changes, {survivors} not found, {untested} run by no "
-        f"test; {len(broken)} tests fail in any case"
+        f"{' '.join(options.room)}, seed {options.seed}: {count} of {len(changes)} "
+        f"changes, {survivors} not found, {untested} run by no test; {len(broken)} "
+        "tests fail in any case"
     )
 
 
