@@ -11,7 +11,8 @@ differences, a line each:
     cell | @recorded case | more arguments
     ? difference or cell | expression | its value
 
-A value is an array of the same storage, a list, or a lambda that returns True.
+A value is an array of the same storage, a list, or a lambda that returns True. It may
+use the arguments, `key`, the cell's name, and `given`, the arguments as a dict.
 """
 
 import functools
@@ -371,7 +372,8 @@ def train(tx: Any, weights: Any, gradients: Any, state: Any = None) -> Any:
     def step(carry, grad):
         weights, state = carry
         if isinstance(grad, tuple):
-            grad = sj.SelectedRows(*grad, len(weights))
+            rows, values = grad
+            grad = sj.SelectedRows(rows, values, len(weights))
         if is_exact:
             rows = grad.rows if isinstance(grad, sj.SelectedRows) else ...
             weights, state = tx.catch_up(weights, state, rows)

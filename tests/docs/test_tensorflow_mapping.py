@@ -22,9 +22,8 @@ PAGE = Page("tensorflow", hidden=("10 ",), tables=("params", "weights"), zeros=T
 
 # ------------------------------------------------------------------ for tensorflow.txt
 
-REPEATED = sj.SelectedRows(
-    *[PAGE.inputs("global_norm of repeated ids")[x] for x in ("indices", "values")], 9
-)
+GIVEN = PAGE.inputs("global_norm of repeated ids")
+REPEATED = sj.SelectedRows(GIVEN["indices"], GIVEN["values"], 9)
 SAMPLER = {"range_max": 9, "unigrams": np.arange(1, 10), "distortion": 0.75}
 SAMPLER |= {"key": jax.random.key(0), "num_sampled": 20_000, "labels": np.arange(9)}
 SAMPLER |= {"unique": False}
