@@ -451,6 +451,7 @@ _KINDS[[4, 9, 10]] = 1  # with state: one more than the header says
         ("its rows are not ascending row ids", (V, D), {}, {"rows": [3, V]}),
         ("its rows are not ascending row ids", (V, D), {}, {"rows": [3, 3]}),
         ("kinds of rows do not", (V, D), {}, {"kinds": np.array([1, 3], np.uint8)}),
+        ("kinds of rows do not", (V, D), {}, {"kinds": np.array([0, 1], np.uint8)}),
         ("kinds of rows do not", ARRAY, {}, {"kinds": _KINDS}),
         ("kinds of rows do not", ARRAY, {"given": False}, {}),
         ("its key is", (V, D), {"key": {"impl": "other", "data": [0, 0]}}, {}),
