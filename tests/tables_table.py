@@ -153,7 +153,7 @@ def try_read(name: str, read: Any) -> None:
         _compare_read(kind, kind.make(WHOLE), read)
 
 
-# What a search of all rows takes in place of the table.
+# A search of all rows takes this in place of the table.
 WHOLE_TABLES = {
     "quantized": lambda: sj.quantize(WHOLE).dequantize(),
     "store": lambda: jnp.asarray(_store(WHOLE).pull_all("t")),
@@ -232,7 +232,7 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
             grad = sj.optim.exact_value_and_grad(loss_fn, tx)
             (_, grads), params, state = grad(params, state, ids)
         else:
-            # Of a quantized table the loss reads pulled rows.
+            # The loss reads pulled rows of a quantized table.
             pulled = {"t": params["t"].pull(ids)} if name == "quantized" else params
             grads = sj.grad(loss_fn)(pulled, ids)
         updates, state = tx.update(grads, state, params)

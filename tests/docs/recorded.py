@@ -467,7 +467,7 @@ def inserted(index: sj.HashIndex, *batches: list[int]) -> sj.HashIndex:
 
 
 def mesh(*shape: int) -> jax.sharding.Mesh:
-    """Of the first devices, with axes "x", or "host" and "x"."""
+    """A mesh of the first devices, with axes "x", or "host" and "x"."""
     auto = (jax.sharding.AxisType.Auto,) * len(shape)
     devices = jax.devices()[: np.prod(shape)]
     return jax.make_mesh(shape, ("host", "x")[-len(shape) :], auto, devices=devices)

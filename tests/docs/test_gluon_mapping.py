@@ -146,7 +146,7 @@ def update_of(tx, g):
 
 
 def from_ones(tx):
-    """What a gradient of 0.5, twice, makes of a row of ones; the others stay."""
+    """A gradient of 0.5, twice, changes a row of ones; the others stay."""
     g = sj.SelectedRows(jnp.array([2, 2]), jnp.full((2, 3), 0.5), 4)
     got = np.asarray(train(tx, jnp.ones((4, 3)), [g])[0])
     assert (got[[0, 1, 3]] == 1).all() and (got[2] == got[2, 0]).all()

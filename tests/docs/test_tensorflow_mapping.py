@@ -52,7 +52,7 @@ def retrieval_loss(queries, candidates, ids, log_q, temperature):
 
 
 def scale_of(layer):
-    """What the bag of rows 4 and 1, with weights 1 and 2, is multiplied by."""
+    """The factor of the bag of rows 4 and 1, with weights 1 and 2."""
     params = layer.init(jax.random.key(0))
     (table,) = params.values()
     bag = layer(params, {"clicked": WEIGHTED})["clicked"][0]

@@ -71,7 +71,7 @@ def read_rows(t):
 
 
 def rows_of_file(store, path, rows):
-    """What the rows of a table in a file are after a push."""
+    """The rows of a table in a file after a push."""
     store.push("items", sj.SelectedRows(rows, -jnp.ones((2, 2)), 9))
     assert store.stats()["items"].path == str(path)
     found = store.pull_all("items")[rows].tolist()

@@ -35,7 +35,7 @@ OWN = {
 # Kinds of state: [V, D], [V], [V, 1], copies of weights, counts, hyperparameters.
 OF_OPTAX = "adam inject_hyperparams schedule_free user_written"
 CHOSEN = {name: SEPARABLE[name] for name in OF_OPTAX.split()} | OWN
-# Of the new weights.
+# For the new weights.
 TO_ONES = {"embedding_init": jax.nn.initializers.ones, "key": 0}
 
 

@@ -156,7 +156,7 @@ TOLERANCE = {
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_types_stay(dtype, x64):
-    """Of floats, and of integers but for their means; ids have 64 bits here."""
+    """With floats, and with integers but for their means; ids have 64 bits here."""
     x = floats((N,)) if dtype != "int16" else np.arange(1, N + 1)
     x, ids = jnp.asarray(x, dtype), IDS.astype(np.int64)
     stay = ("sum", "prod", "max", "min", "cumsum") if dtype == "int16" else SMOOTH
