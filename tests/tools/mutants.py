@@ -123,7 +123,7 @@ def run_tests(folder, names, pipe):
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    # The paths of the modules imported here.
+    # pytest warns of the modules imported here.
     ignored = "ignore::pytest.PytestAssertRewriteWarning"
     options = ["-x", "-q", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:cov"]
     os._exit(pytest.main([*options, *names], [FirstFailure(pipe)]))
