@@ -36,21 +36,16 @@ class Pair(NamedTuple):
     others: Any
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["tables"], meta_fields=["name"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Data:
-    tables: Any
-    name: str = "data"
+    tables: list[Any]
+    name: str = dataclasses.field(default="data", metadata={"static": True})
 
 
 @jax.tree_util.register_pytree_node_class
-class Node:
+class Node(Data):
     """A node without keys, whose leaves have no names."""
-
-    def __init__(self, tables):
-        self.tables = tables
 
     def tree_flatten(self):
         return self.tables[::-1], None
@@ -61,35 +56,25 @@ class Node:
 
 
 class Equinox(eqx.Module):
-    tables: list
+    tables: list[Any]
     name: str = eqx.field(static=True, default="model")
 
 
 class Nnx(nnx.Module):
     def __init__(self, tables):
-        for k, table in enumerate(tables):
-            setattr(self, f"t{k}", nnx.Param(table))
-
-    def tables(self, count):
-        variables = [getattr(self, f"t{k}") for k in range(count)]
-        get = lambda x: x.get_value() if hasattr(x, "get_value") else x.value
-        return [get(x) for x in variables]
+        for name, table in _named(tables).items():
+            setattr(self, name, nnx.Param(table))
 
 
 def _nnx(tables):
     graph, state = nnx.split(Nnx(tables))
-    return state, lambda state: nnx.merge(graph, state).tables(len(tables))
+    return state, lambda state: jax.tree.leaves(nnx.state(nnx.merge(graph, state)))
 
 
 def _nnx_pure(tables):
-    graph, state = nnx.split(Nnx(tables))
-    pure = nnx.to_pure_dict(state)
-
-    def get(pure):
-        new = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(pure))
-        return nnx.merge(graph, new).tables(len(tables))
-
-    return pure, get
+    state, get = _nnx(tables)
+    restore = jax.tree.structure(state).unflatten
+    return nnx.to_pure_dict(state), lambda pure: get(restore(jax.tree.leaves(pure)))
 
 
 def _named(tables):
@@ -184,20 +169,17 @@ def _doubled_rule(ctx, table):
     return table.then(DOUBLED.bind)
 
 
-@functools.cache
-def _nnx_embed(rows, features, dtype):
-    embed = nnx.Embed(rows, features, param_dtype=dtype, dtype=dtype, rngs=nnx.Rngs(0))
-    return nnx.split(embed)
-
-
 def _as_matrix(t):
     return t if t.ndim == 2 else t.reshape(t.shape[0], -1)
 
 
 def _by_nnx(t, ids):
     t = _as_matrix(t)
-    graph, state = _nnx_embed(*t.shape, t.dtype)
-    return nnx.merge(graph, jax.tree.map(lambda _: t, state))(ids)
+    zeros = lambda key, shape, dtype: jnp.zeros(shape, dtype)
+    options: Any = dict(param_dtype=t.dtype, dtype=t.dtype, embedding_init=zeros)
+    embed = nnx.Embed(*t.shape, **options, rngs=nnx.Rngs(0))
+    embed.embedding = nnx.Param(t)
+    return embed(ids)
 
 
 def _by_linen(t, ids):
@@ -212,7 +194,7 @@ def _by_equinox(t, ids):
     return jnp.vectorize(embed, signature=f"()->({t.shape[1]})")(ids)
 
 
-def _sum_of_bags(t, ids, **options):
+def _bags(t, ids, **options):
     return sj.embedding_bag(t, jnp.atleast_2d(ids), **options)
 
 
@@ -222,10 +204,6 @@ def _matrix(ids):
     first = min(ids.size, 1)
     values = {"index": ids, "value": jnp.cos(jnp.arange(ids.size * 1.0))}
     return sj.SegmentTensor.from_lengths(values, [first, ids.size - first])
-
-
-def _one_by_one(t, ids):
-    return jnp.stack([t[i] for i in ids.reshape(-1)])
 
 
 READS = {
@@ -238,7 +216,7 @@ READS = {
     "constant_list": lambda t, ids: t[jnp.array([0, 1])] * jnp.sum(ids > 0),
     "python_int": lambda t, ids: t[-1] * jnp.sum(ids > 0),
     "slice": lambda t, ids: t[1:4:2] * jnp.sum(ids > 0),
-    "one_by_one": _one_by_one,
+    "one_by_one": lambda t, ids: jnp.stack([t[i] for i in ids.reshape(-1)]),
     "fill": lambda t, ids: t.at[ids].get(mode="fill", fill_value=0.5),
     "drop": lambda t, ids: t.at[ids].get(mode="drop", fill_value=0.25),
     "clip": lambda t, ids: t.at[ids].get(mode="clip"),
@@ -270,11 +248,11 @@ READS = {
     "lookup_zero": lambda t, ids: sj.lookup(t, ids, mode="zero"),
     "lookup_clip": lambda t, ids: sj.lookup(t, ids, mode="clip", padding_id=1),
     "lookup_norm": lambda t, ids: sj.lookup(t, ids, mode="zero", max_norm=0.7),
-    "bag_sum": lambda t, ids: _sum_of_bags(t, ids, mode="zero"),
-    "bag_mean": lambda t, ids: _sum_of_bags(
+    "bag_sum": lambda t, ids: _bags(t, ids, mode="zero"),
+    "bag_mean": lambda t, ids: _bags(
         t, ids, mode="clip", combiner="mean", padding_id=0
     ),
-    "bag_max": lambda t, ids: _sum_of_bags(t, ids, mode="zero", combiner="max"),
+    "bag_max": lambda t, ids: _bags(t, ids, mode="zero", combiner="max"),
     "dot": lambda t, ids: sj.dot(_matrix(ids), t, num_columns=t.shape[0]),
     "custom_rule": ROWS_READ.bind,
     "nnx": _by_nnx,
@@ -285,19 +263,12 @@ READS = {
 
 # -- wrappers of a function (table, ids) -> array --------------------------------------
 
-WRAPPERS: dict[str, Any] = {}
-
-
-def wrapper(fun):
-    WRAPPERS[fun.__name__] = lambda f: functools.partial(fun, f)
-    return fun
-
 
 def _by_row(t, x):
     return x.astype(t.dtype).reshape(-1, *[1] * (t.ndim - 1))
 
 
-for _name, _view in {
+VIEWS = {
     "doubled": lambda t: 2 * t,
     "doubled_by_rule": DOUBLED.bind,
     "tanh": jnp.tanh,
@@ -331,37 +302,14 @@ for _name, _view in {
     "rounded": lambda t: lax.reduce_precision(t, 5, 10),
     "named": jax.named_call(lambda t: t * 1),
     "moved": lambda t: jnp.moveaxis(t[None], 0, -1),
-}.items():
-    WRAPPERS[_name] = lambda f, view=_view: lambda t, ids: f(view(t), ids)
+}
 
 
-@wrapper
-def jitted(f, t, ids):
-    return jax.jit(f)(t, ids)
+# Rules that are not the derivative: what reads the table, and functions of the rows.
 
 
-@wrapper
-def jitted_closure(f, t, ids):
-    return jax.jit(lambda ids: f(t, ids))(ids)
-
-
-@wrapper
-def rematerialized(f, t, ids):
-    return jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable)(t, ids)
-
-
-@wrapper
-def rematerialized_closure(f, t, ids):
-    return jax.checkpoint(lambda ids: f(t, ids))(ids)
-
-
-@wrapper
-def custom_vjp(f, t, ids):
-    """A rule that is not the derivative, of what reads the table."""
-
-    @jax.custom_vjp
-    def g(t, ids):
-        return f(t, ids)
+def _custom_vjp(f, t, ids):
+    g = jax.custom_vjp(f)
 
     def backward(kept, cotangent):
         t, ids = kept
@@ -372,21 +320,8 @@ def custom_vjp(f, t, ids):
     return g(t, ids)
 
 
-@wrapper
-def custom_vjp_of_rows(f, t, ids):
-    @jax.custom_vjp
-    def g(rows):
-        return rows * rows
-
-    g.defvjp(lambda rows: (g(rows), rows), lambda rows, ct: (3 * rows * ct,))
-    return g(f(t, ids))
-
-
-@wrapper
-def custom_jvp(f, t, ids):
-    @jax.custom_jvp
-    def g(t, ids):
-        return f(t, ids)
+def _custom_jvp(f, t, ids):
+    g = jax.custom_jvp(f)
 
     @g.defjvp
     def tangent(primals, tangents):
@@ -397,193 +332,157 @@ def custom_jvp(f, t, ids):
     return g(t, ids)
 
 
-@wrapper
-def custom_jvp_of_rows(f, t, ids):
-    @jax.custom_jvp
-    def g(rows):
-        return rows * rows
-
-    g.defjvps(lambda moved, out, rows: 3 * moved * rows)
-    return g(f(t, ids))
-
-
-@wrapper
-def scan(f, t, ids):
-    return lax.scan(lambda c, i: (c, f(t, i)), 0, jnp.atleast_1d(ids))[1]
+_square_with_vjp = jax.custom_vjp(lambda rows: rows * rows)
+_square_with_vjp.defvjp(
+    lambda rows: (_square_with_vjp(rows), rows), lambda rows, ct: (3 * rows * ct,)
+)
+_square_with_jvp = jax.custom_jvp(lambda rows: rows * rows)
+_square_with_jvp.defjvps(lambda moved, out, rows: 3 * moved * rows)
+_sine_with_gradient = jax.custom_gradient(
+    lambda rows: (jnp.sin(rows), lambda ct: 3 * ct)
+)
 
 
-@wrapper
-def scan_carries_the_table(f, t, ids):
-    ids = jnp.atleast_1d(ids)
-    return lax.scan(lambda t, i: (t, f(t, i)), t, ids, reverse=True)[1]
-
-
-@wrapper
-def scan_changes_the_table(f, t, ids):
-    return lax.scan(lambda t, i: (jnp.sin(t), f(t, i)), t, jnp.atleast_1d(ids))[1]
-
-
-@wrapper
-def scan_of_state(f, t, ids):
+def _scan_of_state(f, t, ids):
     """The rows of a step go through the next, as in a recurrent network."""
-    total = jnp.zeros((), jnp.float64)
     step = lambda h, i: (jnp.tanh(h + total_of(f(t, i))), h)
-    return lax.scan(step, total, jnp.atleast_1d(ids), unroll=2)[1]
+    start = jnp.zeros((), jnp.float64)
+    return lax.scan(step, start, jnp.atleast_1d(ids), unroll=2)[1]
 
 
-@wrapper
-def scan_over_the_rows(f, t, ids):
-    return lax.scan(lambda c, row: (c, jnp.sum(row)), 0, t)[1][ids] + jnp.sum(f(t, ids))
-
-
-@wrapper
-def mapped(f, t, ids):
-    return lax.map(lambda i: f(t, i), jnp.atleast_1d(ids))
-
-
-@wrapper
-def mapped_in_batches(f, t, ids):
-    return lax.map(lambda i: f(t, i), jnp.atleast_1d(ids), batch_size=2)
-
-
-@wrapper
-def fori_loop(f, t, ids):
-    start = jnp.zeros_like(f(t, ids))
-    return lax.fori_loop(0, 3, lambda k, x: jnp.sin(x) + f(t, ids), start)
-
-
-@wrapper
-def fori_loop_by_step(f, t, ids):
+def _fori_loop_by_step(f, t, ids):
     """Each step reads by its own number."""
     one = lambda k: f(t, (ids + k).astype(ids.dtype))
     return lax.fori_loop(0, 2, lambda k, x: x + one(k), jnp.zeros_like(one(0)))
 
 
-@wrapper
-def while_loop(f, t, ids):
-    """JAX has no reverse mode for it."""
-    start = jnp.zeros_like(f(t, ids))
-    step = lambda c: (c[0] + 1, c[1] + f(t, ids))
-    return lax.while_loop(lambda c: c[0] < 2, step, (0, start))[1]
-
-
-@wrapper
-def while_loop_of_constants(f, t, ids):
+def _while_loop_of_constants(f, t, ids):
     """The rows in the loop are not differentiated."""
     kept = lax.stop_gradient(f(t, ids))
     step = lambda c: (c[0] + 1, 0.5 * c[1] + lax.stop_gradient(f(t, ids)))
     return f(t, ids) * lax.while_loop(lambda c: c[0] < 2, step, (0, kept))[1]
 
 
-@wrapper
-def cond(f, t, ids):
-    branches = f, lambda t, ids: 2 * f(t, ids)
-    return lax.cond(jnp.sum(ids) > 2, *branches, t, ids)
-
-
-@wrapper
-def cond_closure(f, t, ids):
-    found = jax.eval_shape(f, t, ids)
-    zeros = lambda: jnp.zeros(found.shape, found.dtype)
+def _cond_closure(f, t, ids):
+    out = jax.eval_shape(f, t, ids)
+    zeros = lambda: jnp.zeros(out.shape, out.dtype)
     return lax.cond(jnp.sum(ids) < 5, lambda: f(t, ids), zeros)
 
 
-@wrapper
-def switch(f, t, ids):
+def _switch(f, t, ids):
     part = lambda t: f(t, ids)
     branches = [part, lambda t: part(2 * t), lambda t: part(lax.stop_gradient(t))]
     return lax.switch(jnp.sum(ids) % 3, branches, t)
 
 
-@wrapper
-def vmapped_ids(f, t, ids):
-    return jax.vmap(lambda i: f(t, i), out_axes=-1)(jnp.stack([ids, jnp.flip(ids)]))
-
-
-@wrapper
-def vmapped_tables(f, t, ids):
-    return jax.vmap(f, (0, None))(jnp.stack([t, 2 * t]), ids)
-
-
-@wrapper
-def vmapped_with_an_axis_name(f, t, ids):
-    one = lambda i: lax.psum(f(t, i), "i")
-    return jax.vmap(one, axis_name="i")(jnp.stack([ids, ids]))
-
-
-@wrapper
-def vmapped_branch(f, t, ids):
+def _vmapped_branch(f, t, ids):
     """Its predicate differs in the batch: JAX computes both branches."""
     branches = lambda i: f(t, i), lambda i: 2 * f(t, i)
     one = lambda i: lax.cond(jnp.sum(i) > 2, *branches, i)
     return jax.vmap(one)(jnp.stack([ids, ids]))
 
 
-@wrapper
-def vmapped_loop(f, t, ids):
-    """Both the table and the ids have a batch axis, inside a loop."""
-    one = lambda t, ids: scan(f, t, ids)
-    return jax.vmap(one)(jnp.stack([t, 2 * t]), jnp.stack([ids, jnp.flip(ids)]))
-
-
-@wrapper
-def custom_gradient(f, t, ids):
-    @jax.custom_gradient
-    def g(rows):
-        return jnp.sin(rows), lambda ct: 3 * ct
-
-    return g(f(t, ids))
-
-
-@wrapper
-def debugged(f, t, ids):
+def _debugged(f, t, ids):
     rows = f(t, ids)
     jax.debug.callback(lambda rows, ids: None, rows, ids)
     return rows
 
 
-@wrapper
-def by_platform(f, t, ids):
-    return lax.platform_dependent(t, ids, cpu=f, default=f)
-
-
-@wrapper
-def associative_scan(f, t, ids):
-    return lax.associative_scan(jnp.add, jnp.atleast_1d(f(t, ids)))
-
-
-@wrapper
-def shard_mapped(f, t, ids):
+def _shard_mapped(f, t, ids):
     mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
     part = jax.sharding.PartitionSpec()
     return jax.shard_map(f, mesh=mesh, in_specs=(part, part), out_specs=part)(t, ids)
 
 
-@wrapper
-def gradient_of_a_scale(f, t, ids):
-    return jax.grad(lambda s: total_of(s * f(t, ids)))(0.5)
-
-
-@wrapper
-def gradient_of_the_table(f, t, ids):
-    return f(jax.grad(lambda t: total_of(f(t, ids)))(t), ids)
-
-
-@wrapper
-def sparse_gradient_of_the_table(f, t, ids):
-    g = sj.grad(lambda t: total_of(f(t, ids)))(t)
-    return f(to_dense(g), ids)
-
-
-@wrapper
-def tangent_of_the_table(f, t, ids):
-    return jax.jvp(lambda t: jnp.sin(f(t, ids)), (t,), (jnp.cos(t),))[1]
-
-
-@wrapper
-def linearized(f, t, ids):
+def _linearized(f, t, ids):
     out, tangent = jax.linearize(lambda t: jnp.sin(f(t, ids)), t)
     return out + tangent(t)
+
+
+_both = lambda x, y: jnp.stack([x, y])
+_scan = lambda f, t, ids: lax.scan(lambda c, i: (c, f(t, i)), 0, jnp.atleast_1d(ids))[1]
+
+# By name: `(f, table, ids) -> array`.
+WRAPPERS: dict[str, Any] = {
+    name: lambda f, t, ids, view=view: f(view(t), ids) for name, view in VIEWS.items()
+}
+WRAPPERS |= {
+    "jitted": lambda f, t, ids: jax.jit(f)(t, ids),
+    "jitted_closure": lambda f, t, ids: jax.jit(lambda ids: f(t, ids))(ids),
+    "rematerialized": lambda f, t, ids: jax.checkpoint(
+        f, policy=jax.checkpoint_policies.dots_saveable
+    )(t, ids),
+    "rematerialized_closure": lambda f, t, ids: jax.checkpoint(lambda ids: f(t, ids))(
+        ids
+    ),
+    "custom_vjp": _custom_vjp,
+    "custom_vjp_of_rows": lambda f, t, ids: _square_with_vjp(f(t, ids)),
+    "custom_jvp": _custom_jvp,
+    "custom_jvp_of_rows": lambda f, t, ids: _square_with_jvp(f(t, ids)),
+    "custom_gradient": lambda f, t, ids: _sine_with_gradient(f(t, ids)),
+    "scan": _scan,
+    "scan_carries_the_table": lambda f, t, ids: lax.scan(
+        lambda t, i: (t, f(t, i)), t, jnp.atleast_1d(ids), reverse=True
+    )[1],
+    "scan_changes_the_table": lambda f, t, ids: lax.scan(
+        lambda t, i: (jnp.sin(t), f(t, i)), t, jnp.atleast_1d(ids)
+    )[1],
+    "scan_of_state": _scan_of_state,
+    "scan_over_the_rows": lambda f, t, ids: (
+        lax.scan(lambda c, row: (c, jnp.sum(row)), 0, t)[1][ids] + jnp.sum(f(t, ids))
+    ),
+    "mapped": lambda f, t, ids: lax.map(lambda i: f(t, i), jnp.atleast_1d(ids)),
+    "mapped_in_batches": lambda f, t, ids: lax.map(
+        lambda i: f(t, i), jnp.atleast_1d(ids), batch_size=2
+    ),
+    "fori_loop": lambda f, t, ids: lax.fori_loop(
+        0, 3, lambda k, x: jnp.sin(x) + f(t, ids), jnp.zeros_like(f(t, ids))
+    ),
+    "fori_loop_by_step": _fori_loop_by_step,
+    # JAX has no reverse mode for it.
+    "while_loop": lambda f, t, ids: lax.while_loop(
+        lambda c: c[0] < 2,
+        lambda c: (c[0] + 1, c[1] + f(t, ids)),
+        (0, jnp.zeros_like(f(t, ids))),
+    )[1],
+    "while_loop_of_constants": _while_loop_of_constants,
+    "cond": lambda f, t, ids: lax.cond(
+        jnp.sum(ids) > 2, f, lambda t, ids: 2 * f(t, ids), t, ids
+    ),
+    "cond_closure": _cond_closure,
+    "switch": _switch,
+    "vmapped_ids": lambda f, t, ids: jax.vmap(lambda i: f(t, i), out_axes=-1)(
+        _both(ids, jnp.flip(ids))
+    ),
+    "vmapped_tables": lambda f, t, ids: jax.vmap(f, (0, None))(_both(t, 2 * t), ids),
+    "vmapped_with_an_axis_name": lambda f, t, ids: jax.vmap(
+        lambda i: lax.psum(f(t, i), "i"), axis_name="i"
+    )(_both(ids, ids)),
+    "vmapped_branch": _vmapped_branch,
+    # Both the table and the ids have a batch axis, inside a loop.
+    "vmapped_loop": lambda f, t, ids: jax.vmap(functools.partial(_scan, f))(
+        _both(t, 2 * t), _both(ids, jnp.flip(ids))
+    ),
+    "debugged": _debugged,
+    "by_platform": lambda f, t, ids: lax.platform_dependent(t, ids, cpu=f, default=f),
+    "associative_scan": lambda f, t, ids: lax.associative_scan(
+        jnp.add, jnp.atleast_1d(f(t, ids))
+    ),
+    "shard_mapped": _shard_mapped,
+    "gradient_of_a_scale": lambda f, t, ids: jax.grad(
+        lambda s: total_of(s * f(t, ids))
+    )(0.5),
+    "gradient_of_the_table": lambda f, t, ids: f(
+        jax.grad(lambda t: total_of(f(t, ids)))(t), ids
+    ),
+    "sparse_gradient_of_the_table": lambda f, t, ids: f(
+        to_dense(sj.grad(lambda t: total_of(f(t, ids)))(t)), ids
+    ),
+    "tangent_of_the_table": lambda f, t, ids: jax.jvp(
+        lambda t: jnp.sin(f(t, ids)), (t,), (jnp.cos(t),)
+    )[1],
+    "linearized": _linearized,
+}
 
 
 # -- models ----------------------------------------------------------------------------
@@ -614,7 +513,7 @@ def build(model, safe=False):
                 ids = ids % max(min(rows for rows, *_ in tables), 1)
             f = READS[read]
             for name in wrappers:
-                f = WRAPPERS[name](f)
+                f = functools.partial(WRAPPERS[name], f)
             total = jnp.tanh(total) + (1 + k) * total_of(f(held[which % count], ids))
         return total
 
