@@ -5,8 +5,6 @@ shape [D]. `PROGRAMS` must come out sparse; `DENSE` must come out dense, and
 raise a `DensifyError` with `tables=`.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +15,6 @@ import sparsejax as sj
 
 
 V, D, N = 211, 4, 5
-
-
-def _loss(rows, w):
-    return jnp.sum(jnp.sin(rows * w))
-
-
 PROGRAMS = {}
 DENSE = {}
 
@@ -37,6 +29,14 @@ def dense(fun):
     return fun
 
 
+def _loss(rows, w):
+    return jnp.sum(jnp.sin(rows * w))
+
+
+def _sum_of(reads, w):
+    return sum(_loss(rows, w) for rows in reads)
+
+
 # -- every form of gather --------------------------------------------------------------
 
 PROGRAMS |= {
@@ -46,23 +46,51 @@ PROGRAMS |= {
     "index_out_of_range_mixed": lambda table, w, ids: (
         jnp.tanh(_loss(table[ids * 60], w)) ** 2
     ),
-    "index_negative": lambda table, w, ids: _loss(table[ids - 3], w),
-    "index_2d": lambda table, w, ids: _loss(table[jnp.stack([ids, ids[::-1]])], w),
-    "index_scalar": lambda table, w, ids: _loss(table[ids[0]], w),
-    "index_python_int": lambda table, w, ids: _loss(table[5] + table[-1], w),
-    "index_slices": lambda table, w, ids: (
-        _loss(table[3:9:2], w) + _loss(table[:2], w) + _loss(table[ids, :], w)
+    "index_shapes": lambda table, w, ids: _sum_of(
+        [table[jnp.stack([ids, ids[::-1]])], table[ids[0]], table[5], table[-1]]
+        + [table[None, ids], table[ids, None], table[ids, :], table[3:9:2], table[:2]],
+        w,
     ),
-    "index_none": lambda table, w, ids: (
-        _loss(table[None, ids], w) + _loss(table[ids, None], w)
+    "index_types": lambda table, w, ids: _sum_of(
+        [table[i] for i in (ids.astype(jnp.uint8), ids.astype(jnp.int16), ids - 3)]
+        + [table[np.array([1, 1, 7])]],
+        w,
     ),
-    "index_numpy": lambda table, w, ids: _loss(table[np.array([1, 1, 7])], w),
-    "index_uint8": lambda table, w, ids: _loss(table[ids.astype(jnp.uint8)], w),
-    "index_int16": lambda table, w, ids: _loss(table[ids.astype(jnp.int16)], w),
     "take": lambda table, w, ids: _loss(jnp.take(table, ids, axis=0), w),
+    "take_modes": lambda table, w, ids: _sum_of(
+        [
+            jnp.take(table, ids * 60 - 20, axis=0, mode=mode, fill_value=0.0)
+            for mode in ("fill", "clip", "wrap")
+        ],
+        w,
+    ),
+    "at_get": lambda table, w, ids: _sum_of(
+        [
+            table.at[ids * 60 - 20].get(mode="fill", fill_value=2.0),
+            table.at[ids * 60 - 20].get(mode="promise_in_bounds"),
+            table.at[ids - 9].get(
+                mode="fill", fill_value=0.0, wrap_negative_indices=False
+            ),
+        ],
+        w,
+    ),
     "vmapped_index": lambda table, w, ids: _loss(jax.vmap(lambda i: table[i])(ids), w),
-    "dynamic_index": lambda table, w, ids: _loss(
-        lax.dynamic_index_in_dim(table, ids[1], 0), w
+    "vmapped_otherwise": lambda table, w, ids: _sum_of(
+        [
+            jax.vmap(jax.vmap(lambda i: table[i]))(jnp.stack([ids, ids + 1])),
+            jax.vmap(lambda i: table[i], out_axes=1)(ids).T,
+            jax.vmap(lambda i: jnp.take(table, i, axis=0))(jnp.stack([ids, ids + 1])),
+            jax.vmap(lambda i: lax.dynamic_slice(table, (i * 30, i * 0), (2, D)))(ids),
+        ],
+        w,
+    ),
+    "dynamic_slice": lambda table, w, ids: _sum_of(
+        [
+            lax.dynamic_index_in_dim(table, ids[1], 0),
+            lax.dynamic_slice(table, (ids[0] * 30, ids[0]), (3, D)),
+            lax.dynamic_slice_in_dim(table, 209, 4, 0),
+        ],
+        w,
     ),
     "lax_map": lambda table, w, ids: jnp.sum(
         lax.map(lambda i: _loss(table[i], w), ids)
@@ -74,56 +102,14 @@ PROGRAMS |= {
 
 
 @sparse
-def take_modes(table, w, ids):
-    far = ids * 60 - 20
-    return sum(
-        _loss(jnp.take(table, far, axis=0, mode=mode, fill_value=0.0), w)
-        for mode in ("fill", "clip", "wrap")
-    )
-
-
-@sparse
-def at_get(table, w, ids):
-    far = ids * 60 - 20
-    out = table.at[far].get(mode="fill", fill_value=2.0)
-    return _loss(out, w) + _loss(table.at[far].get(mode="promise_in_bounds"), w)
-
-
-@sparse
-def at_get_drop_negative(table, w, ids):
-    out = table.at[ids - 3].get(
-        mode="fill", fill_value=0.0, wrap_negative_indices=False
-    )
-    return _loss(out, w)
-
-
-@sparse
 def lax_gather_windows(table, w, ids):
     dims = lax.GatherDimensionNumbers(
         offset_dims=(0, 2), collapsed_slice_dims=(), start_index_map=(0,)
     )
-    out = lax.gather(table, ids[:, None] * 30, dims, slice_sizes=(3, D), mode="clip")
-    return _loss(out, w) + _loss(
-        lax.gather(
-            table,
-            ids[:, None] * 30,
-            dims,
-            slice_sizes=(3, D),
-            mode="fill",
-            fill_value=1.0,
-        ),
-        w,
+    read = lambda mode: lax.gather(
+        table, ids[:, None] * 30, dims, (3, D), mode=mode, fill_value=1.0
     )
-
-
-@sparse
-def lax_gather_two_starts(table, w, ids):
-    dims = lax.GatherDimensionNumbers(
-        offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(1, 0)
-    )
-    starts = jnp.stack([(ids > 20).astype(ids.dtype), ids], axis=1)
-    a = lax.gather(table, starts, dims, (1, D), mode="fill", fill_value=0.5)
-    return _loss(a, w) + _loss(lax.gather(table, starts, dims, (1, D), mode="clip"), w)
+    return _sum_of([read("clip"), read("fill")], w)
 
 
 @sparse
@@ -137,33 +123,15 @@ def lax_gather_windows_out_of_range(table, w, ids):
 
 
 @sparse
-def vmapped_vmapped_index(table, w, ids):
-    two = jnp.stack([ids, ids + 1])
-    return _loss(jax.vmap(jax.vmap(lambda i: table[i]))(two), w)
-
-
-@sparse
-def vmapped_out_axis(table, w, ids):
-    out = jax.vmap(lambda i: table[i], out_axes=1)(ids)
-    return _loss(out.T, w)
-
-
-@sparse
-def vmapped_take(table, w, ids):
-    two = jnp.stack([ids, ids + 1])
-    return _loss(jax.vmap(lambda i: jnp.take(table, i, axis=0))(two), w)
-
-
-@sparse
-def vmapped_dynamic_slice(table, w, ids):
-    out = jax.vmap(lambda i: lax.dynamic_slice(table, (i * 30, i * 0), (2, D)))(ids)
-    return _loss(out, w)
-
-
-@sparse
-def dynamic_slice(table, w, ids):
-    out = lax.dynamic_slice(table, (ids[0] * 30, ids[0]), (3, D))
-    return _loss(out, w) + _loss(lax.dynamic_slice_in_dim(table, 209, 4, 0), w)
+def lax_gather_two_starts(table, w, ids):
+    dims = lax.GatherDimensionNumbers(
+        offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(1, 0)
+    )
+    starts = jnp.stack([(ids > 20).astype(ids.dtype), ids], axis=1)
+    read = lambda mode: lax.gather(
+        table, starts, dims, (1, D), mode=mode, fill_value=0.5
+    )
+    return _sum_of([read("clip"), read("fill")], w)
 
 
 # -- the table passed on ---------------------------------------------------------------
@@ -175,53 +143,75 @@ PROGRAMS |= {
     "cast_bfloat16_take": lambda table, w, ids: _loss(
         jnp.take(table.astype(jnp.bfloat16), ids, axis=0).astype(w.dtype), w
     ),
-    "scaled": lambda table, w, ids: (
-        _loss((table * 3.0)[ids], w) + _loss((2.0 * table / jnp.sum(w))[ids], w)
+    "scaled": lambda table, w, ids: _sum_of(
+        [(table * 3.0)[ids], (2.0 * table / jnp.sum(w))[ids]], w
     ),
     "scaled_by_parameter": lambda table, w, ids: _loss(
         (table * w[0])[ids] + (-table)[ids], w
     ),
     "scaled_by_row_vector": lambda table, w, ids: _loss((table * w + w)[ids], w),
-    "expanded": lambda table, w, ids: (
-        _loss(table[None][0, ids], w) + _loss(table[:, None, :][ids][:, 0], w)
+    "scaled_out_of_range": lambda table, w, ids: _sum_of(
+        [
+            (x * w + w[0]).at[ids * 60 - 20].get(mode=mode, fill_value=0.5)
+            for mode in ("fill", "clip", "promise_in_bounds")
+            for x in (table, lax.stop_gradient(table))
+        ],
+        w,
     ),
-    "squeezed": lambda table, w, ids: _loss(jnp.squeeze(table[:, None], 1)[ids], w),
-    "transposed": lambda table, w, ids: (
-        _loss(table.T[:, ids].T, w) + _loss(table.T.T[ids], w)
+    "reshaped": lambda table, w, ids: _sum_of(
+        [
+            table.reshape(V, 2, D // 2)[ids].reshape(N, D),
+            table[None][0, ids],
+            table[:, None, :][ids][:, 0],
+            jnp.squeeze(table[:, None], 1)[ids],
+            table.T[:, ids].T,
+            table.T.T[ids],
+        ],
+        w,
     ),
-    "elementwise": lambda table, w, ids: (
-        _loss(jnp.tanh(table)[ids], w) + _loss((table**2)[ids], w)
+    "elementwise": lambda table, w, ids: _sum_of(
+        [
+            jnp.tanh(table)[ids],
+            (table**2)[ids],
+            ((1.5 + jnp.tanh(table)) ** (2.0 + w) + 3.0 ** jnp.tanh(table))[ids],
+            jnp.arctan2(table, 3.0 + w[0])[ids],
+        ],
+        w,
     ),
-    "copied": lambda table, w, ids: (
-        _loss(table.copy()[ids], w) + _loss(jnp.array(table)[ids], w)
+    "unchanged": lambda table, w, ids: _sum_of(
+        [
+            table.copy()[ids],
+            jnp.array(table)[ids],
+            checkpoint_name(table, "t")[ids],
+            lax.optimization_barrier((table, w))[0][ids],
+            jax.named_call(lambda t: t)(table)[ids],
+        ],
+        w,
     ),
-    "named": lambda table, w, ids: _loss(checkpoint_name(table, "t")[ids], w),
-    "rows_stopped": lambda table, w, ids: (
-        _loss(table[ids], w) + jnp.sum(lax.stop_gradient(table[ids + 1]))
+    "stopped_beside": lambda table, w, ids: (
+        _loss(table[ids], w)
+        + jnp.sum(lax.stop_gradient(table[ids + 1]))
+        + jnp.sum(lax.stop_gradient(table) ** 2)
+        + _loss(lax.stop_gradient(table)[ids], w)
     ),
-    "jitted": lambda table, w, ids: jax.jit(lambda t: _loss(t[ids], w))(table),
-    "jitted_cast_out": lambda table, w, ids: _loss(
-        jax.jit(lambda t: t * 2.0)(table)[ids], w
+    "compared_beside": lambda table, w, ids: (
+        _loss(table[ids], w) * jnp.sum(table > 0.5) + jnp.argmax(table)
+    ),
+    "vmapped_scale": lambda table, w, ids: _sum_of(
+        [
+            jax.vmap(lambda s: (table * s)[ids])(w),
+            jax.vmap(lambda s: (s - table).T[:, 3])(w),
+        ],
+        w,
     ),
 }
 
 
 @sparse
-def scaled_out_of_range(table, w, ids):
-    far = ids * 60 - 20
-    stopped = lax.stop_gradient(table)
-    modes = "fill", "clip", "promise_in_bounds"
-    return sum(
-        _loss((x * w + w[0]).at[far].get(mode=mode, fill_value=0.5), w)
-        for mode in modes
-        for x in (table, stopped)
-    )
-
-
-@sparse
-def powers(table, w, ids):
-    a = (1.5 + jnp.tanh(table)) ** (2.0 + w) + 3.0 ** jnp.tanh(table)
-    return _loss(a[ids], w) + _loss(jnp.arctan2(table, 3.0 + w[0])[ids], w)
+def jitted(table, w, ids):
+    inner = jax.jit(lambda t, i: t[i])
+    outer = jax.jit(lambda t: _loss(inner(t, ids) + inner(t, ids + 1), w))
+    return outer(table) + _loss(jax.jit(lambda t: t * 2.0)(table)[ids], w)
 
 
 @sparse
@@ -229,28 +219,16 @@ def broadcast_to_more(table, w, ids):
     a = w[:3, None, None] * table
     b = table[:, None] - table[ids][None]
     c = jnp.clip(jnp.ones((2, 1, 1)) - table, -0.5, w[0])
-    return _loss(a[:, ids], w) + _loss(b[ids[:2]], w) + _loss(c[:, ids], w)
-
-
-@sparse
-def broadcast_vector(table, w, ids):
-    # A row of the view has more axes than a row of the table.
+    # A row of this view has more axes than a row of the table.
     view = jnp.maximum(table[:, :, None], w[:3]) + w[None, None, :1]
-    return jnp.sum(jnp.sin(view[ids]))
-
-
-@sparse
-def vmapped_scale(table, w, ids):
-    rows = jax.vmap(lambda s: (table * s)[ids])(w)
-    return _loss(rows, w) + _loss(jax.vmap(lambda s: (s - table).T[:, 3])(w), w)
+    return _sum_of([a[:, ids], b[ids[:2]], c[:, ids]], w) + jnp.sum(jnp.sin(view[ids]))
 
 
 @sparse
 def vmapped_scale_and_index(table, w, ids):
     read = lambda s, i: jnp.clip(table * s, -1.0, s)[i]
-    return _loss(jax.vmap(read)(w, ids[:D]), w) + _loss(
-        jax.vmap(read, (None, 1), out_axes=1)(w, jnp.stack([ids, ids + 1])), w
-    )
+    both = jax.vmap(read, (None, 1), out_axes=1)(w, jnp.stack([ids, ids + 1]))
+    return _sum_of([jax.vmap(read)(w, ids[:D]), both], w)
 
 
 @sparse
@@ -274,48 +252,25 @@ def indexed_by_the_table(table, w, ids):
     return _loss(w[codes][:, None], w) + _loss(table[ids], w)
 
 
-@sparse
-def reshaped(table, w, ids):
-    out = table.reshape(V, 2, D // 2)[ids]
-    return _loss(out.reshape(N, D), w)
-
-
-@sparse
-def barrier(table, w, ids):
-    table, w = lax.optimization_barrier((table, w))
-    return _loss(table[ids], w)
-
-
-@sparse
-def stopped_beside(table, w, ids):
-    stopped = lax.stop_gradient(table)
-    return _loss(table[ids], w) + jnp.sum(stopped**2) + _loss(stopped[ids], w)
-
-
-@sparse
-def compared_beside(table, w, ids):
-    big = jnp.sum(table > 0.5)
-    return _loss(table[ids], w) * big + jnp.argmax(table)
-
-
-@sparse
-def jitted_twice(table, w, ids):
-    inner = jax.jit(lambda t, i: t[i])
-    return jax.jit(lambda t: _loss(inner(t, ids) + inner(t, ids + 1), w))(table)
-
-
-@sparse
-def named_scope(table, w, ids):
-    with jax.named_scope("embed"):
-        return _loss(table[ids], w)
-
-
 # -- control flow ----------------------------------------------------------------------
 
+
+def _scanned(table, w, ids, start=0.0, **options):
+    step = lambda c, i: (c + _loss(table[i], w), None)
+    return lax.scan(step, start + 0.0 * w[0], ids, **options)[0]
+
+
 PROGRAMS |= {
-    "scanned": lambda table, w, ids: lax.scan(
-        lambda c, i: (c + _loss(table[i], w), None), 0.0, ids
+    "scanned": _scanned,
+    "scanned_chain": lambda table, w, ids: jnp.sum(
+        lax.scan(lambda h, i: (jnp.tanh(h * w + table[i]), None), 0.0 * w, ids)[0]
+    ),
+    "scanned_nested": lambda table, w, ids: lax.scan(
+        lambda c, i: (_scanned(table, w, i + jnp.arange(3), c) * 1.1, None), w[0], ids
     )[0],
+    "fori": lambda table, w, ids: lax.fori_loop(
+        0, N, lambda k, c: c + _loss(table[ids[k]], w), 0.0 * w[0]
+    ),
     "branch": lambda table, w, ids: lax.cond(
         ids[0] > 50,
         lambda: _loss(table[ids], w),
@@ -324,13 +279,19 @@ PROGRAMS |= {
     "branch_without": lambda table, w, ids: lax.cond(
         ids[0] > 10, lambda t: _loss(t[ids], w), lambda t: 0.0 * w[0], table
     ),
+    "scan_in_branch": lambda table, w, ids: lax.cond(
+        jnp.sum(ids) > 0, lambda: _scanned(table, w, ids), lambda: w[1]
+    ),
     "checkpointed": lambda table, w, ids: jax.checkpoint(lambda t, w: _loss(t[ids], w))(
         table, w
     ),
-    "custom_jvp_rows": lambda table, w, ids: (
-        _loss(twice(table[ids]), w) + _loss(jax.nn.relu(table[ids]), w)
+    "checkpointed_policy": lambda table, w, ids: jax.checkpoint(
+        lambda t: _loss(t[ids] @ jnp.outer(w, w), w),
+        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    )(table),
+    "custom_rules": lambda table, w, ids: _sum_of(
+        [twice(table[ids]), half(table[ids]), jax.nn.relu(table[ids])], w
     ),
-    "custom_vjp_rows": lambda table, w, ids: _loss(half(table[ids]), w),
 }
 
 
@@ -354,38 +315,11 @@ def scanned_carry(table, w, ids):
 
 
 @sparse
-def scanned_chain(table, w, ids):
-    def step(h, i):
-        return jnp.tanh(h * w + table[i]), None
-
-    return jnp.sum(lax.scan(step, jnp.zeros((D,), w.dtype), ids)[0])
-
-
-@sparse
-def scanned_nested(table, w, ids):
-    def outer(c, i):
-        def inner(c, j):
-            return c + _loss(table[i + j], w), None
-
-        return lax.scan(inner, c, jnp.arange(3))[0] + _loss(table[i], w), None
-
-    return lax.scan(outer, jnp.zeros((), w.dtype), ids)[0]
-
-
-@sparse
-def fori(table, w, ids):
-    def body(k, c):
-        return c + _loss(table[ids[k]], w)
-
-    return lax.fori_loop(0, N, body, jnp.zeros((), w.dtype))
-
-
-@sparse
 def switch(table, w, ids):
     branches = [
         lambda t: _loss(t[ids[:1]], w),
         lambda t: jnp.sum(w),
-        lambda t: lax.scan(lambda c, i: (c + _loss(t[i], w), None), w[0], ids)[0],
+        lambda t: _scanned(t, w, ids, w[0]),
     ]
     return sum(lax.switch(ids[k] % 3, branches, table) for k in range(3))
 
@@ -393,36 +327,15 @@ def switch(table, w, ids):
 @sparse
 def branch_in_scan(table, w, ids):
     def step(c, i):
-        add = lax.cond(
-            i % 2 == 0, lambda: _loss(table[i], w), lambda: _loss(table[i] ** 2, w)
-        )
-        return c + add, None
+        even, odd = lambda: _loss(table[i], w), lambda: _loss(table[i] ** 2, w)
+        return c + lax.cond(i % 2 == 0, even, odd), None
 
     return lax.scan(step, jnp.zeros((), w.dtype), ids)[0]
 
 
 @sparse
-def scan_in_branch(table, w, ids):
-    def loop():
-        return lax.scan(lambda c, i: (c + _loss(table[i], w), None), w[0], ids)[0]
-
-    return lax.cond(jnp.sum(ids) > 0, loop, lambda: w[1])
-
-
-@sparse
-def checkpointed_policy(table, w, ids):
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return jax.checkpoint(lambda t: _loss(t[ids] @ jnp.outer(w, w), w), policy=policy)(
-        table
-    )
-
-
-@sparse
 def checkpointed_scan(table, w, ids):
-    @jax.checkpoint
-    def step(c, i):
-        return c + _loss(table[i], w) * c, None
-
+    step = jax.checkpoint(lambda c, i: (c + _loss(table[i], w) * c, None))
     return lax.scan(step, jnp.ones((), w.dtype), ids)[0]
 
 
@@ -433,8 +346,7 @@ def gradient_of_a_checkpointed_scan(table, w, ids):
     def total(scale):
         @jax.checkpoint
         def outer(c, i):
-            inner = lambda c, j: (c + _loss(table[j], scale * w), None)
-            same = lax.scan(inner, jnp.zeros((), w.dtype), ids)[0]
+            same = _scanned(table, scale * w, ids)
             return c * jnp.tanh(same) + _loss(table[i], scale * w), jnp.sin(c)
 
         last, each = lax.scan(outer, jnp.ones((), w.dtype), ids)
@@ -445,26 +357,18 @@ def gradient_of_a_checkpointed_scan(table, w, ids):
 
 @sparse
 def checkpointed_and_passed_on(table, w, ids):
-    total, same = jax.checkpoint(lambda t: (_loss(t[ids], w), t))(table)
-    return total + _loss(same[ids + 1], w)
-
-
-@sparse
-def checkpointed_view_passed_on(table, w, ids):
     @jax.checkpoint
     def body(t, w):
         view = jnp.tanh(w) * t
         return _loss(view[ids], w), view.T, jax.checkpoint(lambda t: t)(t)
 
     total, view, same = body(table * 2.0, w)
-    return total + _loss(view[:, ids].T, w) + _loss(same[ids + 1], w)
+    return total + _sum_of([view[:, ids].T, same[ids + 1]], w)
 
 
 @sparse
 def branch_and_passed_on(table, w, ids):
-    def branch(scale):
-        return lambda t: (scale * _loss(t[ids], w), t)
-
+    branch = lambda scale: lambda t: (scale * _loss(t[ids], w), t)
     total, same = lax.cond(ids[0] > 20, branch(1.0), branch(2.0), table)
     return total + _loss(same[ids + 1], w)
 
@@ -477,78 +381,73 @@ def while_beside(table, w, ids):
     return _loss(table[ids], w) * k
 
 
-@jax.custom_jvp
-def twice(x):
-    return 2.0 * x
-
-
+# Rules that are not the derivative.
+twice = jax.custom_jvp(lambda x: 2.0 * x)
 twice.defjvps(lambda t, ans, x: 3.0 * t)
-
-
-@jax.custom_vjp
-def half(x):
-    return 0.5 * x
-
-
+half = jax.custom_vjp(lambda x: 0.5 * x)
 half.defvjp(lambda x: (0.5 * x, None), lambda _, g: (0.25 * g,))
-
-
-@sparse
-def many_reads(table, w, ids):
-    a, b = table[ids], jnp.take(table, ids + 1, axis=0)
-    return _loss(a, w) + jnp.sum(a * b) + _loss(table[ids[0]] * 1.5, w)
 
 
 # -- bags ------------------------------------------------------------------------------
 
 
 def _pairs(ids):
-    """Two bags a row, some ids of which are padding or out of range."""
+    """Three ids a bag, some of which are padding or out of range."""
     return jnp.stack([ids, ids + 1, jnp.where(ids > 50, -1, ids)], axis=1)
 
 
-@sparse
-def bag_fixed(table, w, ids):
-    weights = jnp.tanh(w[0] * jnp.arange(1, 16)).reshape(5, 3)
-    kwargs: dict[str, Any] = dict(mode="zero", weights=weights, combiner="sqrtn")
-    return _loss(sj.embedding_bag(table, _pairs(ids), **kwargs), w)
+def _weights(w):
+    return jnp.tanh(w[0] * jnp.arange(1, 16)).reshape(5, 3)
 
 
-@sparse
-def bag_ragged(table, w, ids):
-    st = sj.SegmentTensor.from_padded(_pairs(ids), filler=-1, capacity=15)
-    return _loss(sj.embedding_bag(table, st, combiner="mean"), w)
-
-
-@sparse
-def bag_max(table, w, ids):
-    kwargs: dict[str, Any] = dict(padding_id=-1, combiner="max", max_norm=0.5)
-    return _loss(sj.embedding_bag(table, _pairs(ids), **kwargs), w)
-
-
-@sparse
-def bag_vmapped(table, w, ids):
-    one = lambda i, v: sj.embedding_bag(table, i, i % 2, 2, weights=v)
-    weights = jnp.tanh(w[0] * jnp.arange(1, 16)).reshape(5, 3)
-    return _loss(jax.vmap(one)(jnp.abs(_pairs(ids)), weights), w)
-
-
-@sparse
-def bag_of_a_view(table, w, ids):
-    view = (2.0 * table).reshape(V, 2, D // 2)
-    out = sj.embedding_bag(view, _pairs(ids), mode="zero", weights=jnp.ones((5, 3)))
-    return _loss(out.reshape(N, D), w)
+PROGRAMS |= {
+    "bag_fixed": lambda table, w, ids: _loss(
+        sj.embedding_bag(
+            table, _pairs(ids), mode="zero", weights=_weights(w), combiner="sqrtn"
+        ),
+        w,
+    ),
+    "bag_ragged": lambda table, w, ids: _loss(
+        sj.embedding_bag(
+            table,
+            sj.SegmentTensor.from_padded(_pairs(ids), filler=-1, capacity=15),
+            combiner="mean",
+        ),
+        w,
+    ),
+    "bag_max": lambda table, w, ids: _loss(
+        sj.embedding_bag(
+            table, _pairs(ids), padding_id=-1, combiner="max", max_norm=0.5
+        ),
+        w,
+    ),
+    "bag_vmapped": lambda table, w, ids: _loss(
+        jax.vmap(lambda i, v: sj.embedding_bag(table, i, i % 2, 2, weights=v))(
+            jnp.abs(_pairs(ids)), _weights(w)
+        ),
+        w,
+    ),
+    "bag_of_a_view": lambda table, w, ids: _loss(
+        sj.embedding_bag(
+            (2.0 * table).reshape(V, 2, D // 2),
+            _pairs(ids),
+            mode="zero",
+            weights=jnp.ones((5, 3)),
+        ).reshape(N, D),
+        w,
+    ),
+}
 
 
 @sparse
 def bag_in_control_flow(table, w, ids):
+    @jax.checkpoint
     def step(total, i):
         small = lambda: sj.embedding_bag(table, i[None], mode="zero")
         large = lambda: sj.embedding_bag(table, i, i % 2, 1)
         return total + _loss(lax.cond(i[0] > 20, small, large), w), None
 
-    body = jax.checkpoint(step)
-    return lax.scan(body, jnp.zeros((), w.dtype), _pairs(ids))[0]
+    return lax.scan(step, jnp.zeros((), w.dtype), _pairs(ids))[0]
 
 
 # -- dense uses ------------------------------------------------------------------------
@@ -563,43 +462,27 @@ DENSE |= {
     "scanned_over": lambda table, w, ids: lax.scan(
         lambda c, row: (c + _loss(row, w), None), 0.0 * w[0], table
     )[0],
+    "carried_and_changed": lambda table, w, ids: jnp.sum(
+        lax.scan(lambda t, i: (t * 0.9, _loss(t[i], w)), table, ids)[1]
+    ),
     "written": lambda table, w, ids: _loss(table.at[ids].set(0.0)[ids + 1], w),
     "one_hot": lambda table, w, ids: _loss(
         jax.nn.one_hot(ids, V, dtype=table.dtype) @ table, w
     ),
+    "merged_rows": lambda table, w, ids: _loss(
+        jnp.concatenate([jnp.zeros((1, D), table.dtype), table])[ids], w
+    ),
+    "through_reference": lambda table, w, ids: _loss(jax.new_ref(table)[...][ids], w),
+    "returned_by_branch": lambda table, w, ids: _loss(
+        lax.cond(ids[0] > 50, lambda: table, lambda: 2.0 * table)[ids], w
+    ),
 }
-
-
-@dense
-def carried_and_changed(table, w, ids):
-    def step(t, i):
-        return t * 0.9, _loss(t[i], w)
-
-    return jnp.sum(lax.scan(step, table, ids)[1])
 
 
 @dense
 def masked_gradient(table, w, ids):
     mask = (jnp.arange(V) % 2 == 0)[:, None]
     return _loss(jnp.where(mask, lax.stop_gradient(table), table)[ids], w)
-
-
-@dense
-def merged_rows(table, w, ids):
-    both = jnp.concatenate([jnp.zeros((1, D), table.dtype), table])
-    return _loss(both[ids], w)
-
-
-@dense
-def through_reference(table, w, ids):
-    ref = jax.new_ref(table)
-    return _loss(ref[...][ids], w)
-
-
-@dense
-def returned_by_branch(table, w, ids):
-    t = lax.cond(ids[0] > 50, lambda: table, lambda: 2.0 * table)
-    return _loss(t[ids], w)
 
 
 def arguments(seed=0, dtype=jnp.float32):

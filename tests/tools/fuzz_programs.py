@@ -58,49 +58,31 @@ class Env:
             raise DoesNotFit
         return found[-1 - k % len(found)]
 
-    def child(self, *more, ids=None, far=None):
+    def child(self, *more, **ids):
         values = [*self.values, *more]
-        new_ids = self.ids if ids is None else ids
-        new_far = self.far if far is None else far
-        return Env(values, new_ids, new_far, len(values))
+        return dataclasses.replace(self, values=values, old=len(values), **ids)
 
     def new(self):
         return self.values[self.old :]
 
 
-def is_big(x):
-    return bool({V, W, L} & set(x.shape))
-
-
-def has_rank(*ranks):
-    return lambda x: x.ndim in ranks
-
-
-def axis_of(x, k):
-    return k % x.ndim
+is_big = lambda x: bool({V, W, L} & set(x.shape))
+has_rank = lambda *ranks: lambda x: x.ndim in ranks
+axis_of = lambda x, k: k % x.ndim
 
 
 def ids_for(env, k):
     """Ids as users write them, some out of range."""
-    return (env.ids, env.far, env.ids[None], env.ids - 5, env.far.astype(jnp.uint8))[
-        k % 5
-    ]
+    forms = env.ids, env.far, env.ids[None], env.ids - 5, env.far.astype(jnp.uint8)
+    return forms[k % 5]
 
 
 # -- one step --------------------------------------------------------------------------
 
 STEPS: dict[str, Any] = {}
 BLOCKS: dict[str, Any] = {}
-
-
-def step(fun):
-    STEPS[fun.__name__] = fun
-    return fun
-
-
-def block(fun):
-    BLOCKS[fun.__name__] = fun
-    return fun
+step = lambda fun: STEPS.setdefault(fun.__name__, fun)
+block = lambda fun: BLOCKS.setdefault(fun.__name__, fun)
 
 
 UNARY = (
@@ -202,26 +184,21 @@ def binary(env, i, j, k):
     x = env.pick(i)
 
     def fits(y):
-        return math.prod(_broadcast(x, y) or (LIMIT + 1,)) <= LIMIT
+        try:
+            return math.prod(np.broadcast_shapes(x.shape, y.shape)) <= LIMIT
+        except ValueError:
+            return False
 
     y = env.pick(k, fits)
     x, y = (y, x) if (i + j + k) % 2 else (x, y)
     return BINARY[j % len(BINARY)](x, y)
 
 
-def _broadcast(x, y):
-    try:
-        return np.broadcast_shapes(x.shape, y.shape)
-    except ValueError:
-        return None
-
-
 @step
 def outer(env, i, j, k):
     """Every row of one with every row of the other, as for the nearest codeword."""
     x = env.pick(i, has_rank(1, 2))
-    fits = lambda y: y.ndim == x.ndim and y.shape[1:] == x.shape[1:]
-    y = env.pick(k, fits)
+    y = env.pick(k, lambda y: y.ndim == x.ndim and y.shape[1:] == x.shape[1:])
     return BINARY[j % len(BINARY)](x[:, None], y[None])
 
 
@@ -239,8 +216,10 @@ READS = (
     lambda x, ids, a: jnp.take(x, ids, axis=a, fill_value=0.5),
     lambda x, ids, a: jnp.nan_to_num(jnp.take(x, ids, axis=a)),
     lambda x, ids, a: x[(slice(None),) * a + (5,)] if x.shape[a] > 5 else x,
-    lambda x, ids, a: lax.dynamic_slice_in_dim(x, ids[0], min(2, x.shape[a]), axis=a),
-    lambda x, ids, a: lax.dynamic_index_in_dim(x, ids[0], a),
+    lambda x, ids, a: lax.dynamic_slice_in_dim(
+        x, ids.ravel()[0], min(2, x.shape[a]), a
+    ),
+    lambda x, ids, a: lax.dynamic_index_in_dim(x, ids.ravel()[0], a),
     lambda x, ids, a: lax.slice_in_dim(x, 0, min(5, x.shape[a]), 2, axis=a),
     lambda x, ids, a: x.at[ids].get(mode="promise_in_bounds"),
     lambda x, ids, a: x.at[ids].get(mode="fill", fill_value=0.25),
@@ -260,12 +239,8 @@ READS = (
 def read(env, i, j, k):
     """Rows of a value, along any of its axes."""
     x = env.pick(i, lambda x: x.ndim and is_big(x))
-    how = READS[j % len(READS)]
     ids = ids_for(env, k)
-    if j % len(READS) in (6, 7):
-        ids = ids.reshape(-1)
-    out = how(x, ids, axis_of(x, k // 5))
-    return jnp.nan_to_num(out)
+    return jnp.nan_to_num(READS[j % len(READS)](x, ids, axis_of(x, k // 5)))
 
 
 @step
@@ -285,25 +260,20 @@ def write(env, i, j, k):
 @step
 def reduce(env, i, j, k):
     x = env.pick(i, has_rank(1, 2, 3))
-    a = axis_of(x, k)
-    how = (jnp.sum, jnp.max, jnp.mean, jax.nn.logsumexp, jnp.cumsum, jnp.sort)
-    return how[j % len(how)](x, axis=a)
+    how = jnp.sum, jnp.max, jnp.mean, jax.nn.logsumexp, jnp.cumsum, jnp.sort
+    return how[j % 6](x, axis=axis_of(x, k))
 
 
 @step
 def not_differentiated(env, i, j, k):
     x = env.pick(i, has_rank(1, 2, 3))
-    how = (
+    start, double = (0, lax.stop_gradient(x)), lambda c: (c[0] + 1, 2.0 * c[1])
+    return (
         lambda: jnp.sum(lax.stop_gradient(x) ** 2),
         lambda: jnp.sum(x > 0.3) * 0.1,
         lambda: jnp.argmax(x) * 0.01,
-        lambda: lax.while_loop(
-            lambda c: c[0] < 2,
-            lambda c: (c[0] + 1, 2.0 * c[1]),
-            (0, lax.stop_gradient(x)),
-        )[1],
-    )
-    return how[j % len(how)]()
+        lambda: lax.while_loop(lambda c: c[0] < 2, double, start)[1],
+    )[j % 4]()
 
 
 @step
@@ -324,25 +294,21 @@ def _results(env, k, passed):
     return [*new, passed] if k % 3 == 1 else new
 
 
+def _function(env, k, body):
+    """The body as a function of two values."""
+    return lambda x, y: _results(run(env.child(y, x), body), k, x)
+
+
 @block
 def jit(env, i, j, k, body):
-    x, y = env.pick(i), env.pick(j)
-
-    def run_body(x, y):
-        return _results(run(env.child(y, x), body), k, x)
-
-    return jax.jit(run_body)(x, y)
+    return jax.jit(_function(env, k, body))(env.pick(i), env.pick(j))
 
 
 @block
 def checkpoint(env, i, j, k, body):
-    x, y = env.pick(i), env.pick(j)
-
-    def run_body(x, y):
-        return _results(run(env.child(y, x), body), k, x)
-
-    policies = None, jax.checkpoint_policies.dots_saveable
-    return jax.checkpoint(run_body, policy=policies[j % 2])(x, y)
+    policy = (None, jax.checkpoint_policies.dots_saveable)[j % 2]
+    run_body = jax.checkpoint(_function(env, k, body), policy=policy)
+    return run_body(env.pick(i), env.pick(j))
 
 
 @block
@@ -409,33 +375,28 @@ def vmap_ids(env, i, j, k, body):
     return jax.vmap(one, out_axes=(0, -1)[j % 2])(ids, far)
 
 
-@block
-def vmap_values(env, i, j, k, body):
-    x = env.pick(i, lambda x: x.ndim and B in x.shape)
-    axis = x.shape.index(B)
+def _vmap_over(size, ids, passed):
+    """A block that maps over an axis of that size, and in turn over ids too."""
 
-    def one(x, ids):
-        return _results(run(env.child(x, ids=ids), body), k, x)
+    def vmap(env, i, j, k, body):
+        x = env.pick(i, lambda x: size in x.shape)
+        axis = x.shape.index(size)
 
-    ids = jnp.stack([env.ids, env.ids[::-1]])
-    if j % 2:
-        return jax.vmap(lambda x: one(x, env.ids), axis)(x)
-    return jax.vmap(one, (axis, 0))(x, ids)
+        def one(x, ids):
+            return _results(run(env.child(x, ids=ids), body), k, passed(x))
+
+        if j % 2:
+            return jax.vmap(lambda x: one(x, env.ids), axis)(x)
+        return jax.vmap(one, (axis, 0))(x, jnp.stack(ids(env.ids)))
+
+    return vmap
 
 
-@block
-def vmap_stack(env, i, j, k, body):
-    """A model for each table of a stack."""
-    x = env.pick(i, lambda x: K in x.shape)
-    axis = x.shape.index(K)
-
-    def one(x, ids):
-        return _results(run(env.child(x, ids=ids), body), k, x[..., :1])
-
-    ids = jnp.stack([env.ids + n for n in range(K)])
-    if j % 2:
-        return jax.vmap(lambda x: one(x, env.ids), axis)(x)
-    return jax.vmap(one, (axis, 0))(x, ids)
+BLOCKS["vmap_values"] = _vmap_over(B, lambda ids: [ids, ids[::-1]], lambda x: x)
+# A model for each table of a stack.
+BLOCKS["vmap_stack"] = _vmap_over(
+    K, lambda ids: [ids + n for n in range(K)], lambda x: x[..., :1]
+)
 
 
 @block

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from jax import lax
 
 import sparsejax as sj
+from helpers import is_rows
 
 
 V = 11
-_is_rows = lambda x: isinstance(x, sj.SelectedRows)
 
 
 # ------------------------------------------------------------------ trees
@@ -98,8 +98,18 @@ _AT = np.array([2, 0, 1])
 _ints = lambda x: jnp.zeros(x.shape, jnp.int32)
 _floats = lambda x: jnp.zeros(x.shape)
 
+_OF_ONE = """
+    array atleast_2d atleast_3d copy diagonal empty_like flip isfinite nan_to_num ravel
+    real rot90 sort squeeze zeros_like
+""".split()
+_OF_TWO = "append isin maximum".split()
+_OF_A_LIST = "block column_stack concatenate dstack hstack stack vstack".split()
+
 # Functions of a leaf, and of the leaf of the other tree.
-MOVES = {
+MOVES: dict[str, Any] = {
+    **{name: lambda x, y, f=getattr(jnp, name): f(x) for name in _OF_ONE},
+    **{name: lambda x, y, f=getattr(jnp, name): f(x, y) for name in _OF_TWO},
+    **{name: lambda x, y, f=getattr(jnp, name): f([x, y]) for name in _OF_A_LIST},
     # casts
     "astype_int": lambda x, y: x.astype(jnp.int32),
     "astype_float": lambda x, y: x.astype(jnp.float32),
@@ -111,15 +121,9 @@ MOVES = {
     "bitcast": lambda x, y: lax.bitcast_convert_type(x, jnp.int32),
     "key_data": lambda x, y: jax.random.key_data(x),
     "equal": lambda x, y: x == y,
-    "isfinite": lambda x, y: jnp.isfinite(x),
-    "isin": lambda x, y: jnp.isin(x, y),
     "argsort": lambda x, y: jnp.argsort(x, axis=0),
     # copies
     "identity": lambda x, y: x,
-    "array": lambda x, y: jnp.array(x),
-    "copy": lambda x, y: jnp.copy(x),
-    "nan_to_num": lambda x, y: jnp.nan_to_num(x),
-    "real": lambda x, y: jnp.real(x),
     "stop_gradient": lambda x, y: lax.stop_gradient(x),
     "optimization_barrier": lambda x, y: lax.optimization_barrier(x),
     "device_put": lambda x, y: jax.device_put(x),
@@ -155,8 +159,6 @@ MOVES = {
     "insert": lambda x, y: jnp.insert(x, 1, y[0], axis=0),
     "insert_number": lambda x, y: jnp.insert(x, 1, 0, axis=0),
     # made anew
-    "zeros_like": lambda x, y: jnp.zeros_like(x),
-    "empty_like": lambda x, y: jnp.empty_like(x),
     "zeros": lambda x, y: jnp.zeros(x.shape, x.dtype),
     "zeros_of_int": lambda x, y: _ints(x),
     "zeros_of_float": lambda x, y: _floats(x),
@@ -182,21 +184,12 @@ MOVES = {
     "choose": lambda x, y: jnp.choose(jnp.ones(x.shape, int), [x, y], mode="clip"),
     "cond": lambda x, y: lax.cond(jnp.array(True), lambda: x, lambda: y),
     # joined
-    "concatenate": lambda x, y: jnp.concatenate([x, y]),
     "concatenate_zeros": lambda x, y: jnp.concatenate([x, jnp.zeros_like(x)]),
     "concatenate_last": lambda x, y: jnp.concatenate([x, y], -1),
-    "append": lambda x, y: jnp.append(x, y),
     "append_rows": lambda x, y: jnp.append(x, y, axis=0),
-    "stack": lambda x, y: jnp.stack([x, y]),
     "stack_and_index": lambda x, y: jnp.stack([x, y])[1],
     "stack_last": lambda x, y: jnp.stack([x, y], -1)[..., 1],
-    "hstack": lambda x, y: jnp.hstack([x, y]),
-    "vstack": lambda x, y: jnp.vstack([x, y]),
-    "dstack": lambda x, y: jnp.dstack([x, y]),
-    "column_stack": lambda x, y: jnp.column_stack([x, y]),
-    "block": lambda x, y: jnp.block([x, y]),
     # sorted
-    "sort": lambda x, y: jnp.sort(x),
     "sort_rows": lambda x, y: jnp.sort(x, axis=0),
     "partition": lambda x, y: jnp.partition(x, 1, axis=0),
     "unique": lambda x, y: jnp.unique(x, size=x.size),
@@ -205,7 +198,6 @@ MOVES = {
     "permutation": lambda x, y: jax.random.permutation(_KEY, x),
     "choice": lambda x, y: jax.random.choice(_KEY, x, (3,)),
     # turned
-    "flip": lambda x, y: jnp.flip(x),
     "flip_rows": lambda x, y: jnp.flip(x, 0),
     "flip_last": lambda x, y: jnp.flip(x, -1),
     "reverse_last": lambda x, y: x[..., ::-1],
@@ -214,7 +206,6 @@ MOVES = {
     "transpose": lambda x, y: x.T,
     "swapaxes": lambda x, y: jnp.swapaxes(x, 0, -1),
     "moveaxis": lambda x, y: jnp.moveaxis(x, -1, 0),
-    "rot90": lambda x, y: jnp.rot90(x),
     # repeated
     "repeat": lambda x, y: jnp.repeat(x, 2),
     "repeat_rows": lambda x, y: jnp.repeat(x, 2, axis=0),
@@ -244,17 +235,12 @@ MOVES = {
     "split_last": lambda x, y: jnp.split(x, x.shape[-1], -1)[0],
     "delete": lambda x, y: jnp.delete(x, 1),
     "delete_row": lambda x, y: jnp.delete(x, 1, axis=0),
-    "diagonal": lambda x, y: jnp.diagonal(x),
     # reshaped
-    "ravel": lambda x, y: jnp.ravel(x),
     "reshape": lambda x, y: x.reshape(-1),
     "reshape_rows": lambda x, y: x.reshape(x.shape[0], -1),
     "microbatches": lambda x, y: x.reshape(2, -1, *x.shape[1:]),
     "expand_first": lambda x, y: x[None],
     "expand_last": lambda x, y: x[..., None],
-    "squeeze": lambda x, y: jnp.squeeze(x),
-    "atleast_2d": lambda x, y: jnp.atleast_2d(x),
-    "atleast_3d": lambda x, y: jnp.atleast_3d(x),
     # in programs
     "scan_over": lambda x, y: lax.scan(lambda c, v: (c, v), 0, x)[1],
     "scan_backwards": lambda x, y: lax.scan(lambda c, v: (c, v), 0, x, reverse=True)[1],
@@ -272,7 +258,6 @@ MOVES = {
     "diff": lambda x, y: jnp.diff(x, axis=0),
     "sum": lambda x, y: jnp.sum(x, axis=-1),
     "dot": lambda x, y: jnp.dot(x.T, y),
-    "maximum": lambda x, y: jnp.maximum(x, y),
     "segment_sum": lambda x, y: jax.ops.segment_sum(x, np.arange(x.shape[0]), 4),
     # NumPy's
     "np.add": np.add,
@@ -317,6 +302,7 @@ ARITHMETIC = {
     "square": lambda x, y: x * x,
     "sum": lambda x, y: x + y,
 }
+_pair = lambda x: jnp.stack([jnp.zeros_like(x), x])
 MODES = {
     "eager": lambda f: f,
     "jitted": jax.jit,
@@ -328,22 +314,7 @@ MODES = {
 }
 
 
-def _pair(x):
-    return jnp.stack([jnp.zeros_like(x), x])
-
-
 # ------------------------------------------------------------------ the check
-
-
-def function(moves, arithmetic):
-    """The moves and then the arithmetic, of two leaves."""
-
-    def f(x, y):
-        for name in moves:
-            x, y = MOVES[name](x, y), MOVES[name](y, x)
-        return ARITHMETIC[arithmetic](x, y)
-
-    return f
 
 
 @functools.cache
@@ -352,15 +323,20 @@ def _two_trees(name):
 
 
 def _rows_of(tree) -> list[Any]:
-    found = [x for x in jax.tree.leaves(tree, is_leaf=_is_rows) if _is_rows(x)]
-    assert found
-    return found
+    rows = [x for x in jax.tree.leaves(tree, is_leaf=is_rows) if is_rows(x)]
+    assert rows
+    return rows
 
 
 def check(case, how="jitted"):
     """Raises if the result is silently wrong; else returns what happened."""
     tree, moves, arithmetic = case
-    f = function(moves, arithmetic)
+
+    def f(x, y):
+        for name in moves:
+            x, y = MOVES[name](x, y), MOVES[name](y, x)
+        return ARITHMETIC[arithmetic](x, y)
+
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         first, second = _two_trees(tree)
         try:
@@ -369,8 +345,8 @@ def check(case, how="jitted"):
         except Exception:
             return "refused"
         verdicts = {
-            _verdict(MODES[how](f), arithmetic == "none", *found)
-            for found in zip(_rows_of(first), _rows_of(second), _rows_of(out), dense)
+            _verdict(MODES[how](f), arithmetic == "none", *rows)
+            for rows in zip(_rows_of(first), _rows_of(second), _rows_of(out), dense)
         }
     assert "wrong" not in verdicts and not REFUSED & {*moves}
     return max(verdicts)
@@ -378,11 +354,11 @@ def check(case, how="jitted"):
 
 def _verdict(f, only_moves, x, y, out, dense):
     try:
-        want = np.asarray(f(x.to_dense(), y.to_dense()))
-        if want.shape == dense.shape and np.allclose(dense, want):
+        expected = np.asarray(f(x.to_dense(), y.to_dense()))
+        if expected.shape == dense.shape and np.allclose(dense, expected):
             return "equals dense"
     except Exception:  # the function is not one of arrays of V rows
-        want = None
+        pass
     return "moves slots" if only_moves and _keeps_pairs(f, x, y, out) else "wrong"
 
 
@@ -395,13 +371,27 @@ def _keeps_pairs(f, *gs):
         )
     )
     ids = [jnp.asarray(spread(g, np.asarray(g.rows)), jnp.float32) for g in inputs]
-    want, ids = np.asarray(f(*ids)), np.asarray(out.rows)
-    if want.shape != out.values.shape or ids.shape != want.shape[: ids.ndim]:
+    moved, ids = np.asarray(f(*ids)), np.asarray(out.rows)
+    if moved.shape != out.values.shape or ids.shape != moved.shape[: ids.ndim]:
         return False
     filled = spread(out, (ids >= 0) & (ids < out.height))
     # An empty slot is where the function put nothing of the slots.
-    nothing = np.isnan(want) | (want == 0) | (want >= out.height)
-    return bool(np.all(np.where(filled, want == spread(out, ids), nothing)))
+    nothing = np.isnan(moved) | (moved == 0) | (moved >= out.height)
+    return bool(np.all(np.where(filled, moved == spread(out, ids), nothing)))
+
+
+def _ends_the_process(case):
+    """XLA's own fault, in jaxlib 0.10.2 and 0.12 (0.7.2 has none).
+
+    `jax.jit(lambda x: jnp.zeros((4, 3)).at[:].set(x)[:, ::-1])` of `jnp.ones((4, 3))`
+    fails a check of AlgebraicSimplifier::HandleReverse, which takes the scatter's map
+    for a binary operation.
+    """
+    (_, moves, _), how = case
+    reverses = {"flip", "flip_rows", "flip_last", "reverse_last", "rot90"}
+    if how != "jitted" or "zeros_like_at_set" not in moves:
+        return False
+    return bool(reverses & {*moves[moves.index("zeros_like_at_set") :]})
 
 
 # The one id and the single numbers of a diagonal fit again if both get an axis.
@@ -416,4 +406,4 @@ cases = st.tuples(
         st.one_of(*[st.just("none")] * 3, st.sampled_from(sorted(ARITHMETIC))),
     ),
     st.sampled_from(sorted(MODES)),
-)
+).filter(lambda case: not _ends_the_process(case))
