@@ -5,28 +5,18 @@ shape [D]. `PROGRAMS` must come out sparse; `DENSE` must come out dense, and
 raise a `DensifyError` with `tables=`.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import sparsejax as sj
+from fuzz_models import READS, WRAPPERS
 
 
 V, D, N = 211, 4, 5
-PROGRAMS = {}
-DENSE = {}
-
-
-def sparse(fun):
-    PROGRAMS[fun.__name__] = fun
-    return fun
-
-
-def dense(fun):
-    DENSE[fun.__name__] = fun
-    return fun
 
 
 def _loss(rows, w):
@@ -37,66 +27,56 @@ def _sum_of(reads, w):
     return sum(_loss(rows, w) for rows in reads)
 
 
-# -- every form of gather --------------------------------------------------------------
+def _program(read, *wrappers):
+    """A read and its wrappers, of `fuzz_models`; the last one is the outermost."""
+    f = READS[read]
+    for name in wrappers:
+        f = functools.partial(WRAPPERS[name], f)
+    return lambda table, w, ids: jnp.sum(
+        jnp.sin(f(table, ids).astype(w.dtype)) * jnp.sum(w)
+    )
+
+
+def _programs(names):
+    return {name: _program(*name.split("/")) for name in names.split()}
+
+
+PROGRAMS = _programs("""
+    index constant_list python_int slice fill take take_clip take_wrap take_last
+    take_along dynamic_slice dynamic_index vmapped vmapped_twice lookup_zero bag_sum
+    bag_max index/tanh index/as_float32 take/as_bfloat16 index/flat index/new_axis
+    index/moved index/barrier index/jitted_closure index/rematerialized
+    index/custom_vjp_of_rows index/custom_jvp_of_rows index/scan_of_state
+    index/scan_carries_the_table index/mapped_in_batches index/fori_loop_by_step
+    index/cond index/cond_closure index/switch take/tanh/vmapped_ids index/scan/scan
+    index/cond/scan index/scan/cond_closure index/rematerialized/scan
+    bag_sum/doubled/vmapped_ids bag_sum/cond_closure/scan/rematerialized
+""")
+DENSE = _programs("""
+    index_columns index_both take_flat one_hot index/twice index/set index/masked
+    index/custom_vjp index/custom_jvp index/scan_over_the_rows
+    index/scan_changes_the_table index/vmapped_branch
+""")
+
+
+def sparse(fun):
+    PROGRAMS[fun.__name__] = fun
+    return fun
+
+
+# -- forms of gather -------------------------------------------------------------------
 
 PROGRAMS |= {
-    "index": lambda table, w, ids: _loss(table[ids], w),
     "index_out_of_range": lambda table, w, ids: _loss(table[ids * 60], w),
     # The gradient of a row that was read depends on one that was out of range.
     "index_out_of_range_mixed": lambda table, w, ids: (
         jnp.tanh(_loss(table[ids * 60], w)) ** 2
     ),
-    "index_shapes": lambda table, w, ids: _sum_of(
-        [table[jnp.stack([ids, ids[::-1]])], table[ids[0]], table[5], table[-1]]
-        + [table[None, ids], table[ids, None], table[ids, :], table[3:9:2], table[:2]],
-        w,
-    ),
     "index_types": lambda table, w, ids: _sum_of(
-        [table[i] for i in (ids.astype(jnp.uint8), ids.astype(jnp.int16), ids - 3)]
-        + [table[np.array([1, 1, 7])]],
-        w,
+        [table[i] for i in (ids.astype(jnp.uint8), ids.astype(jnp.int16), ids - 9)], w
     ),
-    "take": lambda table, w, ids: _loss(jnp.take(table, ids, axis=0), w),
-    "take_modes": lambda table, w, ids: _sum_of(
-        [
-            jnp.take(table, ids * 60 - 20, axis=0, mode=mode, fill_value=0.0)
-            for mode in ("fill", "clip", "wrap")
-        ],
-        w,
-    ),
-    "at_get": lambda table, w, ids: _sum_of(
-        [
-            table.at[ids * 60 - 20].get(mode="fill", fill_value=2.0),
-            table.at[ids * 60 - 20].get(mode="promise_in_bounds"),
-            table.at[ids - 9].get(
-                mode="fill", fill_value=0.0, wrap_negative_indices=False
-            ),
-        ],
-        w,
-    ),
-    "vmapped_index": lambda table, w, ids: _loss(jax.vmap(lambda i: table[i])(ids), w),
-    "vmapped_otherwise": lambda table, w, ids: _sum_of(
-        [
-            jax.vmap(jax.vmap(lambda i: table[i]))(jnp.stack([ids, ids + 1])),
-            jax.vmap(lambda i: table[i], out_axes=1)(ids).T,
-            jax.vmap(lambda i: jnp.take(table, i, axis=0))(jnp.stack([ids, ids + 1])),
-            jax.vmap(lambda i: lax.dynamic_slice(table, (i * 30, i * 0), (2, D)))(ids),
-        ],
-        w,
-    ),
-    "dynamic_slice": lambda table, w, ids: _sum_of(
-        [
-            lax.dynamic_index_in_dim(table, ids[1], 0),
-            lax.dynamic_slice(table, (ids[0] * 30, ids[0]), (3, D)),
-            lax.dynamic_slice_in_dim(table, 209, 4, 0),
-        ],
-        w,
-    ),
-    "lax_map": lambda table, w, ids: jnp.sum(
-        lax.map(lambda i: _loss(table[i], w), ids)
-    ),
-    "lax_map_batched": lambda table, w, ids: jnp.sum(
-        lax.map(lambda i: _loss(table[i], w), ids, batch_size=2)
+    "vmapped_dynamic_slice": lambda table, w, ids: _loss(
+        jax.vmap(lambda i: lax.dynamic_slice(table, (i * 30, i * 0), (2, D)))(ids), w
     ),
 }
 
@@ -137,15 +117,6 @@ def lax_gather_two_starts(table, w, ids):
 # -- the table passed on ---------------------------------------------------------------
 
 PROGRAMS |= {
-    "cast": lambda table, w, ids: _loss(
-        table.astype(jnp.float32)[ids].astype(w.dtype), w
-    ),
-    "cast_bfloat16_take": lambda table, w, ids: _loss(
-        jnp.take(table.astype(jnp.bfloat16), ids, axis=0).astype(w.dtype), w
-    ),
-    "scaled": lambda table, w, ids: _sum_of(
-        [(table * 3.0)[ids], (2.0 * table / jnp.sum(w))[ids]], w
-    ),
     "scaled_by_parameter": lambda table, w, ids: _loss(
         (table * w[0])[ids] + (-table)[ids], w
     ),
@@ -158,35 +129,15 @@ PROGRAMS |= {
         ],
         w,
     ),
-    "reshaped": lambda table, w, ids: _sum_of(
+    "powers": lambda table, w, ids: _sum_of(
         [
-            table.reshape(V, 2, D // 2)[ids].reshape(N, D),
-            table[None][0, ids],
-            table[:, None, :][ids][:, 0],
-            jnp.squeeze(table[:, None], 1)[ids],
-            table.T[:, ids].T,
-            table.T.T[ids],
-        ],
-        w,
-    ),
-    "elementwise": lambda table, w, ids: _sum_of(
-        [
-            jnp.tanh(table)[ids],
-            (table**2)[ids],
             ((1.5 + jnp.tanh(table)) ** (2.0 + w) + 3.0 ** jnp.tanh(table))[ids],
             jnp.arctan2(table, 3.0 + w[0])[ids],
         ],
         w,
     ),
-    "unchanged": lambda table, w, ids: _sum_of(
-        [
-            table.copy()[ids],
-            jnp.array(table)[ids],
-            checkpoint_name(table, "t")[ids],
-            lax.optimization_barrier((table, w))[0][ids],
-            jax.named_call(lambda t: t)(table)[ids],
-        ],
-        w,
+    "copied": lambda table, w, ids: _sum_of(
+        [jnp.array(table)[ids], checkpoint_name(table, "t")[ids]], w
     ),
     "stopped_beside": lambda table, w, ids: (
         _loss(table[ids], w)
@@ -197,21 +148,7 @@ PROGRAMS |= {
     "compared_beside": lambda table, w, ids: (
         _loss(table[ids], w) * jnp.sum(table > 0.5) + jnp.argmax(table)
     ),
-    "vmapped_scale": lambda table, w, ids: _sum_of(
-        [
-            jax.vmap(lambda s: (table * s)[ids])(w),
-            jax.vmap(lambda s: (s - table).T[:, 3])(w),
-        ],
-        w,
-    ),
 }
-
-
-@sparse
-def jitted(table, w, ids):
-    inner = jax.jit(lambda t, i: t[i])
-    outer = jax.jit(lambda t: _loss(inner(t, ids) + inner(t, ids + 1), w))
-    return outer(table) + _loss(jax.jit(lambda t: t * 2.0)(table)[ids], w)
 
 
 @sparse
@@ -228,7 +165,8 @@ def broadcast_to_more(table, w, ids):
 def vmapped_scale_and_index(table, w, ids):
     read = lambda s, i: jnp.clip(table * s, -1.0, s)[i]
     both = jax.vmap(read, (None, 1), out_axes=1)(w, jnp.stack([ids, ids + 1]))
-    return _sum_of([jax.vmap(read)(w, ids[:D]), both], w)
+    scaled = jax.vmap(lambda s: (s - table).T[:, 3])(w)
+    return _sum_of([jax.vmap(read)(w, ids[:D]), both, scaled], w)
 
 
 @sparse
@@ -255,90 +193,6 @@ def indexed_by_the_table(table, w, ids):
 # -- control flow ----------------------------------------------------------------------
 
 
-def _scanned(table, w, ids, start=0.0, **options):
-    step = lambda c, i: (c + _loss(table[i], w), None)
-    return lax.scan(step, start + 0.0 * w[0], ids, **options)[0]
-
-
-PROGRAMS |= {
-    "scanned": _scanned,
-    "scanned_chain": lambda table, w, ids: jnp.sum(
-        lax.scan(lambda h, i: (jnp.tanh(h * w + table[i]), None), 0.0 * w, ids)[0]
-    ),
-    "scanned_nested": lambda table, w, ids: lax.scan(
-        lambda c, i: (_scanned(table, w, i + jnp.arange(3), c) * 1.1, None), w[0], ids
-    )[0],
-    "fori": lambda table, w, ids: lax.fori_loop(
-        0, N, lambda k, c: c + _loss(table[ids[k]], w), 0.0 * w[0]
-    ),
-    "branch": lambda table, w, ids: lax.cond(
-        ids[0] > 50,
-        lambda: _loss(table[ids], w),
-        lambda: _loss(table[ids[:2]], w) + _loss(table[ids[0]] * 2.0, w),
-    ),
-    "branch_without": lambda table, w, ids: lax.cond(
-        ids[0] > 10, lambda t: _loss(t[ids], w), lambda t: 0.0 * w[0], table
-    ),
-    "scan_in_branch": lambda table, w, ids: lax.cond(
-        jnp.sum(ids) > 0, lambda: _scanned(table, w, ids), lambda: w[1]
-    ),
-    "checkpointed": lambda table, w, ids: jax.checkpoint(lambda t, w: _loss(t[ids], w))(
-        table, w
-    ),
-    "checkpointed_policy": lambda table, w, ids: jax.checkpoint(
-        lambda t: _loss(t[ids] @ jnp.outer(w, w), w),
-        policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    )(table),
-    "custom_rules": lambda table, w, ids: _sum_of(
-        [twice(table[ids]), half(table[ids]), jax.nn.relu(table[ids])], w
-    ),
-}
-
-
-@sparse
-def scanned_reverse_outputs(table, w, ids):
-    def step(c, i):
-        row = table[i] * c
-        return c * 0.9 + 0.01 * jnp.sum(row), row
-
-    c, rows = lax.scan(step, jnp.ones((), w.dtype), ids, reverse=True, unroll=2)
-    return c + _loss(rows, w)
-
-
-@sparse
-def scanned_carry(table, w, ids):
-    def step(carry, i):
-        total, t = carry
-        return (total + _loss(t[i], w), t), None
-
-    return lax.scan(step, (jnp.zeros((), w.dtype), table), ids)[0][0]
-
-
-@sparse
-def switch(table, w, ids):
-    branches = [
-        lambda t: _loss(t[ids[:1]], w),
-        lambda t: jnp.sum(w),
-        lambda t: _scanned(t, w, ids, w[0]),
-    ]
-    return sum(lax.switch(ids[k] % 3, branches, table) for k in range(3))
-
-
-@sparse
-def branch_in_scan(table, w, ids):
-    def step(c, i):
-        even, odd = lambda: _loss(table[i], w), lambda: _loss(table[i] ** 2, w)
-        return c + lax.cond(i % 2 == 0, even, odd), None
-
-    return lax.scan(step, jnp.zeros((), w.dtype), ids)[0]
-
-
-@sparse
-def checkpointed_scan(table, w, ids):
-    step = jax.checkpoint(lambda c, i: (c + _loss(table[i], w) * c, None))
-    return lax.scan(step, jnp.ones((), w.dtype), ids)[0]
-
-
 @sparse
 def gradient_of_a_checkpointed_scan(table, w, ids):
     """JAX hoists values that do not change out of the scan, into a call."""
@@ -346,7 +200,8 @@ def gradient_of_a_checkpointed_scan(table, w, ids):
     def total(scale):
         @jax.checkpoint
         def outer(c, i):
-            same = _scanned(table, scale * w, ids)
+            inner = lambda c, j: (c + _loss(table[j], scale * w), None)
+            same = lax.scan(inner, jnp.zeros((), w.dtype), ids)[0]
             return c * jnp.tanh(same) + _loss(table[i], scale * w), jnp.sin(c)
 
         last, each = lax.scan(outer, jnp.ones((), w.dtype), ids)
@@ -381,13 +236,6 @@ def while_beside(table, w, ids):
     return _loss(table[ids], w) * k
 
 
-# Rules that are not the derivative.
-twice = jax.custom_jvp(lambda x: 2.0 * x)
-twice.defjvps(lambda t, ans, x: 3.0 * t)
-half = jax.custom_vjp(lambda x: 0.5 * x)
-half.defvjp(lambda x: (0.5 * x, None), lambda _, g: (0.25 * g,))
-
-
 # -- bags ------------------------------------------------------------------------------
 
 
@@ -415,12 +263,6 @@ PROGRAMS |= {
         ),
         w,
     ),
-    "bag_max": lambda table, w, ids: _loss(
-        sj.embedding_bag(
-            table, _pairs(ids), padding_id=-1, combiner="max", max_norm=0.5
-        ),
-        w,
-    ),
     "bag_vmapped": lambda table, w, ids: _loss(
         jax.vmap(lambda i, v: sj.embedding_bag(table, i, i % 2, 2, weights=v))(
             jnp.abs(_pairs(ids)), _weights(w)
@@ -439,50 +281,16 @@ PROGRAMS |= {
 }
 
 
-@sparse
-def bag_in_control_flow(table, w, ids):
-    @jax.checkpoint
-    def step(total, i):
-        small = lambda: sj.embedding_bag(table, i[None], mode="zero")
-        large = lambda: sj.embedding_bag(table, i, i % 2, 1)
-        return total + _loss(lax.cond(i[0] > 20, small, large), w), None
-
-    return lax.scan(step, jnp.zeros((), w.dtype), _pairs(ids))[0]
-
-
 # -- dense uses ------------------------------------------------------------------------
 
 DENSE |= {
     "tied": lambda table, w, ids: jnp.sum(table[ids] @ table.T),
     "summed": lambda table, w, ids: jnp.sum(table**2) + _loss(table[ids], w),
-    "columns": lambda table, w, ids: jnp.sum(table[ids, :2]),
-    "elements": lambda table, w, ids: jnp.sum(jnp.sin(table[ids, ids % D])),
-    "custom_jvp_table": lambda table, w, ids: _loss(twice(table)[ids], w),
-    "custom_vjp_table": lambda table, w, ids: _loss(half(table)[ids], w),
-    "scanned_over": lambda table, w, ids: lax.scan(
-        lambda c, row: (c + _loss(row, w), None), 0.0 * w[0], table
-    )[0],
-    "carried_and_changed": lambda table, w, ids: jnp.sum(
-        lax.scan(lambda t, i: (t * 0.9, _loss(t[i], w)), table, ids)[1]
-    ),
-    "written": lambda table, w, ids: _loss(table.at[ids].set(0.0)[ids + 1], w),
-    "one_hot": lambda table, w, ids: _loss(
-        jax.nn.one_hot(ids, V, dtype=table.dtype) @ table, w
-    ),
-    "merged_rows": lambda table, w, ids: _loss(
-        jnp.concatenate([jnp.zeros((1, D), table.dtype), table])[ids], w
-    ),
     "through_reference": lambda table, w, ids: _loss(jax.new_ref(table)[...][ids], w),
     "returned_by_branch": lambda table, w, ids: _loss(
         lax.cond(ids[0] > 50, lambda: table, lambda: 2.0 * table)[ids], w
     ),
 }
-
-
-@dense
-def masked_gradient(table, w, ids):
-    mask = (jnp.arange(V) % 2 == 0)[:, None]
-    return _loss(jnp.where(mask, lax.stop_gradient(table), table)[ids], w)
 
 
 def arguments(seed=0, dtype=jnp.float32):

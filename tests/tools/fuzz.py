@@ -1,12 +1,8 @@
-"""Random programs and optimizers: `python -m tests.tools.fuzz --seconds 60 --seed 0`.
+"""Random cases: `python -m tests.tools.fuzz programs --seconds 60 --seed 0`.
 
-    python -m tests.tools.fuzz programs --seconds 60    gradients, see fuzz_programs.py
-    python -m tests.tools.fuzz models --seconds 60      containers, types, sizes
-    python -m tests.tools.fuzz products --seconds 60    products of rows
-    python -m tests.tools.fuzz chains --seconds 60      optimizers, see fuzz_chains.py
-    python -m tests.tools.fuzz trees --seconds 60       jax.tree.map, see fuzz_trees.py
-    python -m tests.tools.fuzz changes --seconds 60     a store, see changes_model.py
-    python -m tests.tools.fuzz index --seconds 60       HashIndex, see index_model.py
+A kind of case is a module: `fuzz_programs` (gradients), `fuzz_models` (containers,
+types, sizes), `fuzz_products`, `fuzz_chains` (optimizers), `fuzz_trees` (jax.tree.map),
+`changes_model` (a store) and `index_model` (HashIndex).
 
 Each seed stands for 50 cases, or 10 chains, and gives the same ones again. A failure is
 printed as short as hypothesis can make it in half a minute. A seed of `changes` and
@@ -39,16 +35,10 @@ MAX_BYTES = 3 << 30  # of compiled programs
 
 
 def search(kind, seed, examples, seconds=30.0):
-    """Checks random cases.
-
-    Args:
-      kind: one of `KINDS`.
-      seed: which ones.
-      examples: how many.
-      seconds: for making the first failure shorter.
+    """Checks random cases of one of `KINDS`, and makes a failure shorter for `seconds`.
 
     Returns:
-      A Counter by mode and by what `check` returned, and None or the shortest failure:
+      A Counter by mode and by what `check` returned, and () or the shortest failure:
       `(case, mode, error)`.
     """
     counts = collections.Counter()
@@ -80,11 +70,7 @@ def search(kind, seed, examples, seconds=30.0):
         max_examples=examples,
         database=None,
         deadline=None,
-        suppress_health_check=[
-            hypothesis.HealthCheck.too_slow,
-            hypothesis.HealthCheck.data_too_large,
-            hypothesis.HealthCheck.filter_too_much,
-        ],
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
     run_all = settings(hypothesis.seed(seed)(hypothesis.given(module.cases)(one)))
     try:
@@ -96,13 +82,10 @@ def search(kind, seed, examples, seconds=30.0):
 
 
 def in_words(counts):
-    """The counts over all modes, and then by mode."""
-    total, modes = collections.Counter(), collections.defaultdict(list)
-    for (how, what), count in sorted(counts.items()):
-        total[what] += count
-        modes[how].append(f"{count:,} {what}")
-    by_mode = "; ".join(f"{how}: {', '.join(found)}" for how, found in modes.items())
-    return ", ".join(f"{n:,} {what}" for what, n in total.items()), by_mode
+    total = collections.Counter()
+    for (_, what), n in counts.items():
+        total[what] += n
+    return ", ".join(f"{n:,} {what}" for what, n in sorted(total.items()))
 
 
 def main():
@@ -124,12 +107,10 @@ def main():
             message = str(error).strip()[:600]
             print(f"seed {seed}, {how}: {case}\n  {type(error).__name__}: {message}")
         seed += 1
-        print(f"{in_words(total)[0]} in {time.monotonic() - start:.0f} s", flush=True)
+        print(f"{in_words(total)} in {time.monotonic() - start:.0f} s", flush=True)
         if resident_bytes() > MAX_BYTES:
             jax.clear_caches()
-    in_all, by_mode = in_words(total)
-    print(f"{options.kind}, seeds {options.seed} to {seed - 1}: {in_all}", end="")
-    print(f" ({by_mode}); {failures} failures")
+    print(f"{options.kind}, seeds {options.seed} to {seed - 1}: {failures} failures")
     raise SystemExit(bool(failures))
 
 

@@ -332,12 +332,12 @@ def _custom_jvp(f, t, ids):
     return g(t, ids)
 
 
-_square_with_vjp = jax.custom_vjp(lambda rows: rows * rows)
-_square_with_vjp.defvjp(
-    lambda rows: (_square_with_vjp(rows), rows), lambda rows, ct: (3 * rows * ct,)
+square_with_vjp = jax.custom_vjp(lambda rows: rows * rows)
+square_with_vjp.defvjp(
+    lambda rows: (square_with_vjp(rows), rows), lambda rows, ct: (3 * rows * ct,)
 )
-_square_with_jvp = jax.custom_jvp(lambda rows: rows * rows)
-_square_with_jvp.defjvps(lambda moved, out, rows: 3 * moved * rows)
+square_with_jvp = jax.custom_jvp(lambda rows: rows * rows)
+square_with_jvp.defjvps(lambda moved, out, rows: 3 * moved * rows)
 _sine_with_gradient = jax.custom_gradient(
     lambda rows: (jnp.sin(rows), lambda ct: 3 * ct)
 )
@@ -416,9 +416,9 @@ WRAPPERS |= {
         ids
     ),
     "custom_vjp": _custom_vjp,
-    "custom_vjp_of_rows": lambda f, t, ids: _square_with_vjp(f(t, ids)),
+    "custom_vjp_of_rows": lambda f, t, ids: square_with_vjp(f(t, ids)),
     "custom_jvp": _custom_jvp,
-    "custom_jvp_of_rows": lambda f, t, ids: _square_with_jvp(f(t, ids)),
+    "custom_jvp_of_rows": lambda f, t, ids: square_with_jvp(f(t, ids)),
     "custom_gradient": lambda f, t, ids: _sine_with_gradient(f(t, ids)),
     "scan": _scan,
     "scan_carries_the_table": lambda f, t, ids: lax.scan(

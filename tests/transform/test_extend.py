@@ -15,68 +15,63 @@ import sparsejax as sj
 from sparsejax.transform import interpreter, liveness
 
 
+TABLE, IDS = jnp.arange(80.0).reshape(40, 2), jnp.array([5, 1, 5])
+
+
 def _new_primitive(name):
-    """`double_rows(table, ids) = 2 * table[ids]`, which JAX knows nothing of."""
+    """`name(table, ids) = 2 * table[ids]`, of which JAX knows nothing, and a loss."""
     p = Primitive(name)
     impl = lambda table, ids: 2.0 * table[ids]
     p.def_impl(impl)
     p.def_abstract_eval(lambda t, i: ShapedArray(i.shape + t.shape[1:], t.dtype))
     mlir.register_lowering(p, mlir.lower_fun(impl, multiple_results=False))
-    return p
+    return p, lambda t: jnp.sum(p.bind(t, IDS) ** 2)
 
 
-TABLE, IDS = jnp.arange(80.0).reshape(40, 2), jnp.array([5, 1, 5])
+def _read(ctx, table, ids):
+    return 2.0 * ctx.read(table, ids)
+
+
+def _is_sparse(loss):
+    return sj.explain(loss, tables=True)(TABLE)["t"].sparse
+
+
+def _assert_gradient(loss, dense):
+    g = jax.jit(sj.grad(loss, tables=True))(TABLE)
+    np.testing.assert_allclose(g.to_dense(), jax.grad(dense)(TABLE))
 
 
 def test_a_rule_that_reads():
-    p = _new_primitive("double_rows")
-    loss = lambda t: jnp.sum(p.bind(t, IDS) ** 2)
+    p, loss = _new_primitive("double_rows")
     with pytest.raises(sj.DensifyError, match='register_rule."double_rows"'):
         sj.grad(loss, tables=True)(TABLE)
-
-    @sj.extend.register_rule(p)
-    def rule(ctx, table, ids):
-        return 2.0 * ctx.read(table, ids)
-
-    g = jax.jit(sj.grad(loss, tables=True))(TABLE)
-    want = jax.grad(lambda t: jnp.sum((2.0 * t[IDS]) ** 2))(TABLE)
-    np.testing.assert_allclose(g.to_dense(), want)
+    assert sj.extend.register_rule(p)(_read) is _read
+    _assert_gradient(loss, lambda t: jnp.sum((2.0 * t[IDS]) ** 2))
 
 
-def test_a_rule_by_name_that_declines():
-    p = _new_primitive("maybe_rows")
+def test_a_rule_of_the_same_name_in_another_module_stays():
+    """And is called if the later one declines; a rule is replaced in its own module."""
+    p, loss = _new_primitive("two_modules")
 
-    @sj.extend.register_rule("maybe_rows")
-    def rule(ctx, table, ids):
-        return NotImplemented
+    def register(reads, module=__name__):
+        def rule(ctx, table, ids):
+            return _read(ctx, table, ids) if reads else NotImplemented
 
-    with pytest.raises(sj.DensifyError, match="maybe_rows"):
-        sj.grad(lambda t: jnp.sum(p.bind(t, IDS)), tables=True)(TABLE)
+        rule.__module__ = module
+        sj.extend.register_rule(p.name)(rule)
 
-
-def test_wrong_rules_are_told():
-    p = _new_primitive("wrong_rows")
-    loss = lambda t: jnp.sum(p.bind(t, IDS))
-
-    @sj.extend.register_rule(p)
-    def wrong_shape(ctx, table, ids):
-        return ctx.read(table, ids)[:1]
-
-    with pytest.raises(TypeError, match=r"wrong_rows must return .* got \(1, 2\)"):
-        sj.grad(loss)(TABLE)
-
-    @sj.extend.register_rule(p)
-    def late_no(ctx, table, ids):
-        ctx.read(table, ids)
-        return NotImplemented
-
-    with pytest.raises(TypeError, match="Return NotImplemented before"):
-        sj.grad(loss)(TABLE)
+    register(True)
+    assert _is_sparse(loss)
+    register(False)  # a cell that is run again
+    assert not _is_sparse(loss)
+    register(True, "another_package")
+    register(False)
+    assert _is_sparse(loss)
 
 
 def test_a_rule_that_combines_a_part_of_a_table():
-    p = _new_primitive("combined_rows")
-    loss = lambda t: jnp.sum(p.bind(t.reshape(2, 20, 2)[1], IDS) ** 2)
+    p, loss = _new_primitive("combined_rows")
+    of_a_part = lambda t: loss(t.reshape(2, 20, 2)[1])
 
     def combine(ctx, table, ids, check):
         if check and not table.has_all_rows:
@@ -85,22 +80,21 @@ def test_a_rule_that_combines_a_part_of_a_table():
         return ctx.combine(table, ids, out, lambda cotangent: 2.0 * cotangent)
 
     sj.extend.register_rule(p)(lambda *args: combine(*args, check=True))
-    assert not sj.explain(loss)(TABLE)["t"].sparse
-    assert sj.explain(lambda t: jnp.sum(p.bind(t, IDS)))(TABLE)["t"].sparse
+    assert _is_sparse(loss) and not _is_sparse(of_a_part)
     sj.extend.register_rule(p)(lambda *args: combine(*args, check=False))
     with pytest.raises(TypeError, match="unless ref.has_all_rows"):
-        sj.grad(loss)(TABLE)
+        sj.grad(of_a_part)(TABLE)
 
 
 def test_a_program_is_walked_twice():
     """However many leaves turn out dense; once more if a leaf may be a stack."""
-    p = _new_primitive("walked_rows")
+    p, _ = _new_primitive("walked_rows")
     walks = []
 
     @sj.extend.register_rule(p)
     def rule(ctx, table, ids):
         walks.append(ctx.reads.planting)
-        return 2.0 * ctx.read(table, ids)
+        return _read(ctx, table, ids)
 
     def loss(params):
         rows = p.bind(params["read"], IDS) @ params["weights"]
@@ -117,75 +111,6 @@ def test_a_program_is_walked_twice():
     assert grads[1].stack == (3,) and walks == [False, False, True]
 
 
-def test_a_rule_before_jaxs_own():
-    """The rule for "gather" that a DensifyError suggests; other gathers as before."""
-    columns = lambda t: jnp.sum(t[IDS, :1] ** 2)
-    rows = lambda t: jnp.sum(t[IDS] ** 2)
-    assert isinstance(sj.grad(columns)(TABLE), jax.Array)
-    with pytest.raises(sj.DensifyError, match=r'register_rule\("gather"\)'):
-        sj.grad(columns, tables=True)(TABLE)
-    calls = []
-
-    def rule(ctx, table, ids, *, dimension_numbers, slice_sizes, **params):
-        calls.append(slice_sizes)
-        if table.row_axis != 0 or slice_sizes != (1, 1):
-            return NotImplemented
-        return ctx.read(table, ids[:, 0])[:, :1]
-
-    with _restored(interpreter._RULES):
-        sj.extend.register_rule("gather")(rule)
-        g = sj.grad(columns, tables=True)(TABLE)
-        np.testing.assert_allclose(g.to_dense(), jax.grad(columns)(TABLE))
-        g = sj.grad(rows, tables=True)(TABLE)
-        np.testing.assert_allclose(g.to_dense(), jax.grad(rows)(TABLE))
-        # Registered for the primitive itself, and later: it comes first.
-        whole = lambda ctx, table, ids, **params: ctx.dense(table)[:3, :1]
-        sj.extend.register_rule(lax.gather_p)(whole)
-        with pytest.raises(sj.DensifyError):
-            sj.grad(columns, tables=True)(TABLE)
-    assert (1, 1) in calls and (1, 2) in calls
-
-
-def test_a_cell_that_is_run_again_replaces_its_rule():
-    p = _new_primitive("run_again")
-    loss = lambda t: jnp.sum(p.bind(t, IDS))
-
-    def cell(reads):
-        @sj.extend.register_rule(p)
-        def rule(ctx, table, ids):
-            return 2.0 * ctx.read(table, ids) if reads else NotImplemented
-
-    cell(True)
-    assert sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
-    cell(False)
-    assert not sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
-
-
-def test_a_rule_of_the_same_name_in_another_module_stays():
-    p = _new_primitive("two_modules")
-
-    def make(reads):
-        def rule(ctx, table, ids):
-            return 2.0 * ctx.read(table, ids) if reads else NotImplemented
-
-        return rule
-
-    theirs, ours = make(True), make(False)
-    theirs.__module__ = "another_package"
-    sj.extend.register_rule(p)(theirs)
-    sj.extend.register_rule(p)(ours)
-    loss = lambda t: jnp.sum(p.bind(t, IDS))
-    assert sj.explain(loss, tables=True)(TABLE).leaves[0].sparse
-
-
-def test_a_flow_by_name_comes_before_jaxs_own():
-    loss = lambda t: jnp.sum(jax.jit(jnp.sin)(t[IDS]))
-    assert sj.explain(loss)(TABLE).leaves[0].rows_read == 3
-    with _restored(liveness._FLOWS):
-        sj.extend.register_flow("jit")(lambda liveness, eqn, out: (False,))
-        assert sj.explain(loss)(TABLE).leaves[0].rows_read == 0
-
-
 @contextlib.contextmanager
 def _restored(registry):
     """Rules that are registered inside are forgotten afterwards."""
@@ -196,9 +121,38 @@ def _restored(registry):
         registry._entries = before
 
 
+def test_a_rule_before_jaxs_own():
+    """The rule for "gather" that a DensifyError suggests; other gathers as before."""
+    columns, rows = (lambda t: jnp.sum(t[IDS, :1] ** 2), lambda t: jnp.sum(t[IDS] ** 2))
+    with pytest.raises(sj.DensifyError, match=r'register_rule\("gather"\)'):
+        sj.grad(columns, tables=True)(TABLE)
+
+    def rule(ctx, table, ids, *, slice_sizes, **params):
+        if table.row_axis != 0 or slice_sizes != (1, 1):
+            return NotImplemented
+        return ctx.read(table, ids[:, 0])[:, :1]
+
+    with _restored(interpreter._RULES):
+        sj.extend.register_rule("gather")(rule)
+        _assert_gradient(columns, columns)
+        _assert_gradient(rows, rows)
+        # Registered for the primitive itself, and later: it comes first.
+        whole = lambda ctx, table, ids, **params: ctx.dense(table)[:3, :1]
+        sj.extend.register_rule(lax.gather_p)(whole)
+        assert not _is_sparse(columns)
+
+
+def test_a_flow_by_name_comes_before_jaxs_own():
+    loss = lambda t: jnp.sum(jax.jit(jnp.sin)(t[IDS]))
+    assert sj.explain(loss)(TABLE)["t"].rows_read == 3
+    with _restored(liveness._FLOWS):
+        sj.extend.register_flow("jit")(lambda liveness, eqn, out: (False,))
+        assert sj.explain(loss)(TABLE)["t"].rows_read == 0
+
+
 def test_rows_out_of_range_give_nothing_to_what_a_view_is_made_of():
     """Neither for ids, nor for ids that a rule marks as not valid."""
-    p = _new_primitive("masked_rows")
+    p, _ = _new_primitive("masked_rows")
     loss = lambda t, w: jnp.sum(p.bind(t * w[None], jnp.array([3, 70, -1, 5])))
 
     @sj.extend.register_rule(p)

@@ -27,6 +27,7 @@ TABLE = 4 * V * D
 PARAMS = {"table": jnp.ones((V, D)), "w": jnp.ones((D, 1))}
 BATCH = {"ids": jnp.arange(N), "y": jnp.ones(N)}
 SGD, ADAM = sj.optim.lazy(optax.sgd(0.1)), sj.optim.lazy(optax.adam(0.1))
+MOMENTUM = sj.optim.lazy(optax.sgd(0.1, momentum=0.9))
 
 
 def loss_fn(params, batch):
@@ -49,48 +50,51 @@ def explain(step, *, tx=SGD, donate=(0, 1), params=PARAMS, batch=BATCH):
     return sj.explain(jitted)(params, tx.init(params), batch)
 
 
+def assert_in_place(told, table="params['table']"):
+    assert told[table].sparse and told[table].rows_read == N and not told.advice
+
+
 # ------------------------------------------------------------------ donation
 
 
 @pytest.mark.window
 def test_a_step_in_place():
-    found = explain(make_step(ADAM), tx=ADAM)
-    assert found.advice == ()
-    table = found["params['table']"]
-    assert table.sparse and table.rows_read == N
-    assert found.donated_bytes >= 3 * TABLE
-    assert found.temporary_bytes < TABLE
-    assert [leaf.name for leaf in found.leaves] == ["params['table']", "params['w']"]
-    first, _, _, line, *_ = str(found).splitlines()
+    told = explain(make_step(ADAM), tx=ADAM)
+    assert_in_place(told)
+    assert told.donated_bytes >= 3 * TABLE
+    assert told.temporary_bytes < TABLE
+    assert [leaf.name for leaf in told.leaves] == ["params['table']", "params['w']"]
+    first, _, _, line, *_ = str(told).splitlines()
     assert first.startswith("step: each table with a sparse gradient is updated in")
     assert "sparse" in line and "test_step.py" in line
-    assert "temporaries: " in str(found) and "largest table: 32.3 kB" in str(found)
+    assert "temporaries: " in str(told) and "largest table: 32.3 kB" in str(told)
 
 
 @pytest.mark.window
 def test_a_step_without_donation():
-    found = explain(make_step(ADAM), tx=ADAM, donate=())
-    (advice,) = found.advice
+    told = explain(make_step(ADAM), tx=ADAM, donate=())
+    (advice,) = told.advice
     assert advice.startswith(
         "3 arrays with the rows of params['table'] are not donated"
     )
     assert "so each step copies 96.9 kB" in advice and "donate_argnums=" in advice
-    assert str(found).splitlines()[1] == f"1. {advice}"
-    assert found.donated_bytes == 0
+    assert str(told).splitlines()[1] == f"1. {advice}"
+    assert told.donated_bytes == 0
     half = explain(make_step(ADAM), tx=ADAM, donate=(0,))
     assert half.advice[0].startswith("2 arrays with the rows of params['table'] are")
 
 
-def test_results_that_are_missing_or_in_another_order():
-    found = sj.explain(jax.jit(sj.value_and_grad(loss_fn)))(PARAMS, BATCH)
-    assert "params['table'] is not updated in this function" in found.advice[0]
+@pytest.mark.window
+def test_a_table_that_is_not_updated():
+    by_argument = sj.explain(jax.jit(sj.value_and_grad(loss_fn)))(PARAMS, BATCH)
+    closure = lambda scale, batch: sj.value_and_grad(loss_fn)(PARAMS, batch)
+    for told in (by_argument, sj.explain(jax.jit(closure))(jnp.ones(()), BATCH)):
+        assert "params['table'] is not updated in this function" in told.advice[0]
 
-    def swapped(params, state, batch):
-        new, state, value = make_step(tx)(params, state, batch)
-        return value, state, new
 
-    tx = sj.optim.lazy(optax.sgd(0.1, momentum=0.9))
-    (advice,) = explain(swapped, tx=tx).advice
+def test_results_in_another_order():
+    step = lambda *args: make_step(MOMENTUM)(*args)[::-1]
+    (advice,) = explain(step, tx=MOMENTUM).advice
     assert "another order than the arguments" in advice
 
 
@@ -113,7 +117,7 @@ def test_the_gradient_of_jax(tx):
     assert "Call it in place of jax.value_and_grad" in advice
 
 
-def test_lazy_is_missing():
+def test_errors_are_those_of_the_step():
     tx = optax.adam(0.1)
     with pytest.raises((TypeError, ValueError), match="lazy"):
         explain(make_step(tx), tx=tx)
@@ -128,10 +132,20 @@ def test_no_table():
 
 
 @pytest.mark.window
-def test_a_table_that_is_no_argument():
-    step = lambda scale, batch: sj.value_and_grad(loss_fn)(PARAMS, batch)
-    found = sj.explain(jax.jit(step))(jnp.ones(()), BATCH)
-    assert "params['table'] is not updated in this function" in found.advice[0]
+def test_a_gradient_that_is_made_dense():
+    def dense(fun):
+        return lambda *args: helpers.to_dense(sj.value_and_grad(fun)(*args))
+
+    tx = optax.sgd(0.1)
+    (advice,) = explain(make_step(tx, dense), tx=tx).advice
+    assert "though the gradient is sparse" in advice and "test_step.py" in advice
+
+
+def test_a_dense_leaf_that_is_most_of_a_step():
+    params = {"in": jnp.ones((V, D)), "out": jnp.ones((D, 40_000))}
+    loss = lambda p, batch: jnp.mean(p["in"][batch["ids"]] @ p["out"])
+    (advice,) = explain(make_step(loss=loss), params=params).advice
+    assert advice.startswith("p['out'] of 1.28 MB has a dense gradient (`dot_general`")
 
 
 DENSE = {
@@ -154,21 +168,14 @@ def test_advice_for_dense_gradients(advised):
     table = jnp.ones((V, D))
     if "numbers" in advised:
         table, loss = jnp.ones(100_000), lambda t, ids: jnp.sum(t[ids] ** 2)
-    found = sj.explain(loss)(table, BATCH["ids"])
-    assert not found["t"].sparse
-    (advice,) = found.advice
+    told = sj.explain(loss)(table, BATCH["ids"])
+    assert not told["t"].sparse
+    (advice,) = told.advice
     assert re.search(advised, advice)
-    assert f"1. {advice}" in str(found)
+    assert f"1. {advice}" in str(told)
     in_step = lambda p, batch: loss(p["t"], batch["ids"])
     step = explain(make_step(loss=in_step), params={"t": table})
     assert step.advice[0] == advice.replace(" of t ", " of p['t'] ")
-
-
-def test_a_dense_leaf_that_is_most_of_a_step():
-    params = {"in": jnp.ones((V, D)), "out": jnp.ones((D, 40_000))}
-    loss = lambda p, batch: jnp.mean(p["in"][batch["ids"]] @ p["out"])
-    (advice,) = explain(make_step(loss=loss), params=params).advice
-    assert advice.startswith("p['out'] of 1.28 MB has a dense gradient (`dot_general`")
 
 
 def test_tables_of_one_height():
@@ -178,31 +185,13 @@ def test_tables_of_one_height():
     def loss(params, batch):
         many = jnp.arange(V) % 7
         rows = params["a"][batch["ids"]] + params["b"][many][:N]
-        return jnp.sum(rows @ params["w"]) + jnp.sum(params["c"][batch["ids"]])
+        times = [jnp.sum(params["c"][batch["ids"] + k]) for k in range(9)]
+        return jnp.sum(rows @ params["w"]) + sum(times)
 
-    found = explain(make_step(loss=loss), params=params)
-    assert not found.advice
-    assert "not sparse: reads 1009 of 1009" in str(found)
-    with pytest.raises(KeyError, match="no leaf params, only"):
-        found["params"]
-
-
-# ------------------------------------------------------------------ all rows
-
-
-@pytest.mark.window
-def test_a_gradient_that_is_made_dense():
-    tx = optax.sgd(0.1)
-
-    def dense(fun):
-        def run(*args):
-            value, grads = sj.value_and_grad(fun)(*args)
-            return value, helpers.to_dense(grads)
-
-        return run
-
-    (advice,) = explain(make_step(tx, dense), tx=tx).advice
-    assert "though the gradient is sparse" in advice and "test_step.py" in advice
+    told = explain(make_step(loss=loss), params=params)
+    assert not told.advice
+    assert "not sparse: reads 1009 of 1009" in str(told)
+    assert f"9 x {N} at" in str(told)
 
 
 WALKS = {
@@ -219,35 +208,29 @@ def test_a_step_that_goes_through_all_rows(advised):
     assert f"test_step.py:{line}" in advice and advised in advice
 
 
-# ------------------------------------------------------------------ stacks
-
-
 @pytest.mark.window
 def test_the_tables_of_a_stack(eight_devices):
     tables = {f"t{k}": (400 + k, 4) for k in range(6)} | {"w": (90, 8)}
     layer = sj.nn.EmbeddingCollection(tables)
-    params = {"emb": layer.init(jax.random.key(0))}
+    params = layer.init(jax.random.key(0))
     ids = dict.fromkeys(tables, jnp.arange(4))
 
-    @jax.remat
-    def loss(params, ids):
-        return sum(jnp.sum(x**2) for x in layer(params["emb"], ids).values())
-
-    found = explain(make_step(loss=loss), params=params, batch=ids)
-    lines = ["6 tables: t0, t1, t2, t3 and 2 more", "table: w"]
+    total = lambda layer: (
+        lambda params, ids: sum(map(jnp.sum, layer(params, ids).values()))
+    )
+    loss = jax.remat(total(layer))
     told = sj.explain(loss)(params, ids)
-    assert all(line in str(x) for line in lines for x in (found, told))
-    stack = told["params['emb']['stack_width4_float32']"]
+    stack = told["params['stack_width4_float32']"]
     assert stack.tables == tuple(f"t{k}" for k in range(6))
-    alone = dataclasses.replace(layer, stacked=False)
-    loss = lambda params: sum(jnp.sum(x) for x in alone(params, ids).values())
-    assert "tables" not in str(sj.explain(loss)(alone.init(jax.random.key(0))))
-
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
-    shard = functools.partial(sj.parallel.shard_rows, mesh=mesh, axis="d")
-    params = {k: shard(x) for k, x in params["emb"].items()}
-    loss = lambda params: sum(jnp.sum(x**2) for x in layer(params, ids).values())
-    assert lines[0] in str(sj.explain(loss)(params))
+    sharded = {k: sj.parallel.shard_rows(x, mesh, "d") for k, x in params.items()}
+    step = explain(make_step(loss=loss), params=params, batch=ids)
+    for x in (told, step, sj.explain(loss)(sharded, ids)):
+        assert "6 tables: t0, t1, t2, t3 and 2 more" in str(x)
+        assert "table: w" in str(x)
+    alone = dataclasses.replace(layer, stacked=False)
+    params = alone.init(jax.random.key(0))
+    assert "tables" not in str(sj.explain(total(alone))(params, ids))
 
 
 # ------------------------------------------------------------------ forms of steps
@@ -265,7 +248,7 @@ def test_it_traces_anew_and_leaves_the_step_alone():
     )
     assert step.count == 3
     assert str(first) == str(second)
-    assert first["params['table']"].sparse and not first.advice
+    assert_in_place(first)
     run()
     assert step.count == 3
 
@@ -273,21 +256,11 @@ def test_it_traces_anew_and_leaves_the_step_alone():
 @pytest.mark.window
 def test_steps_in_a_loop():
     def steps(params, state, batches):
-        def body(carry, batch):
-            params, state = carry
-            params, state, value = make_step()(params, state, batch)
-            return (params, state), value
+        body = lambda carry, batch: (make_step()(*carry, batch)[:2], None)
+        return jax.lax.scan(body, (params, state), batches)[0]
 
-        carry, values = jax.lax.scan(body, (params, state), batches)
-        return *carry, values
-
-    found = explain(steps, batch=jax.tree.map(lambda x: jnp.stack([x] * 3), BATCH))
-    assert found["params['table']"].sparse and not found.advice
-
-
-def test_reads_of_one_line_are_counted():
-    loss = lambda p, batch: sum(jnp.sum(p["table"][batch["ids"] + k]) for k in range(9))
-    assert f"9 x {N} at" in str(explain(make_step(loss=loss)))
+    told = explain(steps, batch=jax.tree.map(lambda x: jnp.stack([x] * 3), BATCH))
+    assert told["params['table']"].sparse and not told.advice
 
 
 @pytest.mark.window
@@ -299,8 +272,7 @@ def test_static_arguments_and_shapes():
         return make_step()(params, state, batch)[:k]
 
     shapes = jax.eval_shape(lambda: (PARAMS, SGD.init(PARAMS), BATCH))
-    found = sj.explain(step)(shapes[0], state=shapes[1], batch=shapes[2], k=2)
-    assert found["params['table']"].sparse and not found.advice
+    assert_in_place(sj.explain(step)(shapes[0], state=shapes[1], batch=shapes[2], k=2))
 
 
 class Trainer:
@@ -310,10 +282,9 @@ class Trainer:
 
 
 def test_a_method_and_a_partial():
-    trainer, args = Trainer(), (PARAMS, SGD.init(PARAMS), BATCH)
+    trainer = Trainer()
     for step in (trainer.step, functools.partial(Trainer.step, trainer)):
-        found = sj.explain(step)(*args)
-        assert found["params['table']"].sparse and not found.advice
+        assert_in_place(sj.explain(step)(PARAMS, SGD.init(PARAMS), BATCH))
 
 
 class Model(nnx.Module):
@@ -336,16 +307,16 @@ def test_a_step_of_nnx():
     model = Model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
     before = jax.tree.leaves(nnx.state((model, optimizer)))
-    found = sj.explain(nnx.jit(step, donate_argnums=(0, 1)))(
+    told = sj.explain(nnx.jit(step, donate_argnums=(0, 1)))(
         model, optimizer, BATCH["ids"]
     )
-    assert not found.advice
-    (name,) = [x.name for x in found.leaves if x.sparse]
+    (name,) = [x.name for x in told.leaves if x.sparse]
     assert "['items']['embedding']" in name
+    assert_in_place(told, name)
     after = jax.tree.leaves(nnx.state((model, optimizer)))
     assert all(x is y for x, y in zip(before, after, strict=True))
-    found = sj.explain(nnx.jit(step))(model, optimizer, BATCH["ids"])
-    assert found.advice[0].startswith(f"3 arrays with the rows of {name} are not")
+    told = sj.explain(nnx.jit(step))(model, optimizer, BATCH["ids"])
+    assert told.advice[0].startswith(f"3 arrays with the rows of {name} are not")
 
 
 class EqxModel(eqx.Module):
@@ -363,20 +334,19 @@ def test_a_step_of_equinox():
         params, static = eqx.partition(model, eqx.is_inexact_array)
         loss = lambda params: jnp.mean(eqx.combine(params, static)(ids) ** 2)
         value, grads = sj.value_and_grad(loss)(params)
-        updates, state = tx.update(grads, state, params)
+        updates, state = MOMENTUM.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return eqx.combine(params, static), state, value
 
     k1, k2 = jax.random.split(jax.random.key(0))
     model = EqxModel(eqx.nn.Embedding(V, D, key=k1), eqx.nn.Linear(D, 1, key=k2))
-    tx = sj.optim.lazy(optax.sgd(0.1, momentum=0.9))
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    state = MOMENTUM.init(eqx.filter(model, eqx.is_inexact_array))
     args = model, state, BATCH["ids"]
-    found = sj.explain(eqx.filter_jit(step, donate="all"))(*args)
-    assert not found.advice and found["params.table.weight"].rows_read == N
-    found = sj.explain(eqx.filter_jit(step))(*args)
-    assert "2 arrays with the rows of params.table.weight" in found.advice[0]
-    assert len(found.leaves) == 3
+    table = "params.table.weight"
+    assert_in_place(sj.explain(eqx.filter_jit(step, donate="all"))(*args), table)
+    told = sj.explain(eqx.filter_jit(step))(*args)
+    assert f"2 arrays with the rows of {table}" in told.advice[0]
+    assert len(told.leaves) == 3
 
 
 @pytest.mark.window
@@ -387,26 +357,7 @@ def test_a_step_over_a_mesh():
         "table": jax.device_put(jnp.ones((8 * 131, D)), NamedSharding(mesh, P("x"))),
         "w": jax.device_put(PARAMS["w"], NamedSharding(mesh, P())),
     }
-    found = explain(make_step(), params=params)
-    assert found["params['table']"].sparse and not found.advice
-
-
-# ------------------------------------------------------------------ not a step
-
-
-def test_a_jitted_loss_is_a_loss():
-    found = sj.explain(jax.jit(loss_fn))(PARAMS, BATCH)
-    assert found["params['table']"].sparse
-    with_aux = jax.jit(lambda params, batch: (loss_fn(params, batch), batch))
-    found = sj.explain(with_aux, has_aux=True)(PARAMS, BATCH)
-    assert found["params['table']"].sparse
-
-
-def test_a_step_must_be_jitted():
-    step = make_step()
-    with pytest.raises(TypeError, match="scalar-output functions") as error:
-        sj.explain(step)(PARAMS, SGD.init(PARAMS), BATCH)
-    assert "jit it first: sparsejax.explain(jax.jit(step" in error.value.__notes__[0]
+    assert_in_place(explain(make_step(), params=params))
 
 
 @pytest.mark.slow
@@ -419,5 +370,19 @@ def test_a_step_of_exact():
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    found = explain(step, tx=tx)
-    assert found["params['table']"].sparse and not found.advice
+    assert_in_place(explain(step, tx=tx))
+
+
+# ------------------------------------------------------------------ not a step
+
+
+def test_a_jitted_loss_is_a_loss():
+    with_aux = lambda params, batch: (loss_fn(params, batch), batch)
+    assert_in_place(sj.explain(jax.jit(loss_fn))(PARAMS, BATCH))
+    assert_in_place(sj.explain(jax.jit(with_aux), has_aux=True)(PARAMS, BATCH))
+
+
+def test_a_step_must_be_jitted():
+    with pytest.raises(TypeError, match="scalar-output functions") as error:
+        sj.explain(make_step())(PARAMS, SGD.init(PARAMS), BATCH)
+    assert "jit it first: sparsejax.explain(jax.jit(step" in error.value.__notes__[0]
