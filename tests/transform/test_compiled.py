@@ -17,7 +17,12 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import compile_as_users_do, compile_step, count_traces
+from helpers import (
+    assert_no_copies,
+    compile_as_users_do,
+    compile_step,
+    count_traces,
+)
 from sparsejax._lookup.bag_sum import bag_sum
 from sparsejax._lookup.lookup import read_rows
 
@@ -90,6 +95,42 @@ def test_new_ids_do_not_recompile_and_buffers_are_reused(name):
         params, state, _ = step(params, state, ids, jnp.ones(8))
     assert where((params, state)) == before
     assert traced.count == step._cache_size() == 1  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# By name: the loss, its parameters, the optimizer, and the most arrays of the
+# rows' size that a step has.
+LARGE = {
+    "squares": (lambda p, i, j: jnp.sum(p["t"][i] ** 2), "t", optax.adam, 2.2),
+    "dots": (
+        lambda p, i, j: jnp.sum(jnp.sum(p["t"][i] * p["t"][j], 1) ** 2),
+        "t",
+        optax.sgd,
+        4.5,
+    ),
+    "pairs": (lambda p, i, j: jnp.sum(p["t"][i] * p["u"][j]), "tu", optax.adam, 4.6),
+    "penalty": (
+        lambda p, i, j: jnp.sum(p["t"][i] @ p["w"]) + jnp.sum(p["u"][j] ** 2),
+        "tuw",
+        optax.sgd,
+        4.6,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_memory_of_a_step(name):
+    """The step makes no array of a table's size, and few of the size of the rows."""
+    v, d, n = 200_003, 64, 20_000
+    loss, uses, tx, most = LARGE[name]
+    shapes = {name: (d,) if name == "w" else (v, d) for name in uses}
+    compiled = compile_step(loss, sj.optim.lazy(tx(0.1)), shapes, (n,), (n,))
+    # A GPU's scatter reads the rows of the other table: each has to come first.
+    if name != "pairs" or jax.default_backend() == "cpu":
+        table = jax.ShapeDtypeStruct((v, d), jnp.float32)
+        assert_no_copies(compiled.as_text(), table)
+    rows = compiled.memory_analysis().temp_size_in_bytes / (4 * n * d)
+    if jax.default_backend() == "cpu":
+        assert rows < most, rows
 
 
 # ------------------------------------------------------------------ lowerings

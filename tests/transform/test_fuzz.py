@@ -6,6 +6,7 @@ import pytest
 
 import fuzz_chains
 import fuzz_models
+import fuzz_products
 import fuzz_programs
 from fuzz import search
 
@@ -47,6 +48,31 @@ def test_programs_that_failed(name):
 )
 def test_programs_that_failed_in_another_way(name, how):
     assert fuzz_programs.check(PROGRAMS[name], how) == "compared"
+
+
+T, T2, U, VECTOR = ("rows", 0, 0, 0), ("rows", 0, 0, 1), ("rows", 1, 0, 1), ("vector",)
+
+# Losses of rows that users have.
+PRODUCTS = {
+    "squares": ("square", T),
+    "dots": ("dots", T, T2),
+    "quotient": ("quotient", T, T2),
+    "lookup": ("square", ("rows", 0, 1, 0)),
+    "clipped": ("square", ("rows", 0, 2, 0)),
+    "masked": ("square", ("masked", T)),
+    "penalty": ("sum", ("product", T, VECTOR), ("square", T)),
+    "distance from data": ("square", ("difference", T, ("data", 0))),
+    "pairs of two tables": ("square", ("dots", T, U)),
+    "gate": ("product", T, ("tanh", U)),
+    "hidden layer": ("square", ("tanh", ("product", T, VECTOR))),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_derivatives_of_gradients(name):
+    """In both directions."""
+    for how in ("hvp", "second_order"):
+        assert fuzz_products.check(PRODUCTS[name], how) == "compared"
 
 
 # Chains of transformations, how they were run, and the right result.

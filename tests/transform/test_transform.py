@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import sparsejax as sj
-from helpers import assert_no_dense, dense, eqns_of, is_rows, slow_but
+from helpers import assert_no_dense, dense, eqns_of, is_rows, slow_but, to_dense
 from programs import DENSE, PROGRAMS, V, arguments
 from sparsejax import _compat
 
@@ -127,7 +127,7 @@ def test_under_vmap_and_scan_and_differentiated_again(name, x64):
     fun, (table, w, _) = PROGRAMS[name], arguments(dtype=jnp.float64)
     tables = jnp.stack([table, 2 * table, -table])
     batch = jnp.stack([arguments(seed)[2] for seed in range(3)])
-    sparse, to_dense = sj.grad(fun, tables=True), sj.SelectedRows.to_dense
+    sparse = sj.grad(fun, tables=True)
 
     def second(grad, table):
         """The gradient of a function of the gradient."""
@@ -254,6 +254,32 @@ def test_aux_is_not_differentiated():
     assert g.capacity == 2 and aux["name"] == "x" and aux["k"] is None
     np.testing.assert_allclose(aux["norm"], 120.0)
     np.testing.assert_array_equal(aux["table"], TABLE)
+
+
+def test_rows_that_are_returned_were_read_before_the_update():
+    table = arguments()[0]
+
+    @jax.jit
+    def step(table, ids):
+        loss = lambda t: (jnp.sum(t[ids] ** 2), t[ids])
+        (_, rows), grads = sj.value_and_grad(loss, has_aux=True)(table)
+        return table + (-0.5) * grads, rows
+
+    for ids in (jnp.array([3, 3, V - 1]), jnp.array([0, 7, 8])):
+        new, rows = step(table, ids)
+        np.testing.assert_array_equal(rows, table[ids])
+        np.testing.assert_allclose(new, table.at[ids].add(-table[ids]), atol=1e-6)
+
+
+@pytest.mark.window
+def test_a_gradient_inside_of_another_reads_once():
+    table, _, ids = arguments()
+    loss = lambda t: jnp.sum(t[ids] ** 2)
+    norm = lambda grad: lambda t: jnp.sum(to_dense(grad(loss)(t))[ids + 1] ** 2)
+    got, theirs = sj.grad(norm(sj.grad))(table), jax.grad(norm(jax.grad))(table)
+    np.testing.assert_allclose(got.to_dense(), theirs, rtol=1e-5, atol=1e-4)
+    program = jax.make_jaxpr(sj.grad(norm(sj.grad)))(table)
+    assert str(program).count("= read_rows") == 1
 
 
 @pytest.mark.parametrize(
