@@ -42,15 +42,14 @@ def _programs(names):
 
 
 PROGRAMS = _programs("""
-    index constant_list python_int slice fill take take_clip take_wrap take_last
-    take_along dynamic_slice dynamic_index vmapped vmapped_twice lookup_zero bag_sum
-    bag_max index/tanh index/as_float32 take/as_bfloat16 index/flat index/new_axis
-    index/moved index/barrier index/jitted_closure index/rematerialized
-    index/custom_vjp_of_rows index/custom_jvp_of_rows index/scan_of_state
-    index/scan_carries_the_table index/mapped_in_batches index/fori_loop_by_step
-    index/cond index/cond_closure index/switch take/tanh/vmapped_ids index/scan/scan
-    index/cond/scan index/scan/cond_closure index/rematerialized/scan
-    bag_sum/doubled/vmapped_ids bag_sum/cond_closure/scan/rematerialized
+    index constant_list python_int slice take take_clip take_last take_along
+    dynamic_slice vmapped vmapped_twice bag_max index/tanh index/as_float32
+    take/as_bfloat16 index/moved index/rematerialized index/custom_vjp_of_rows
+    index/custom_jvp_of_rows index/scan_of_state index/scan_carries_the_table
+    index/mapped_in_batches index/fori_loop_by_step index/cond_closure index/switch
+    take/tanh/vmapped_ids index/scan/scan index/cond/scan index/scan/cond_closure
+    index/rematerialized/scan bag_sum/doubled/vmapped_ids
+    bag_sum/cond_closure/scan/rematerialized
 """)
 DENSE = _programs("""
     index_columns index_both take_flat one_hot index/twice index/set index/masked

@@ -122,7 +122,7 @@ CALLS: dict[str, Any] = {
     )(jnp.linspace(0.0, 1.0, 12).reshape(6, 2), T),
     "static arguments": lambda find: find(
         lambda t, ids, k, name, f, flag, nothing: (
-            jnp.sum(f(t[ids][:k])) * (name == "x" and flag is True and nothing is None)
+            jnp.sum(f(t[ids][:k])) if (name, flag, nothing) == ("x", True, None) else 0
         )
     )(T, IDS, 2, "x", jnp.tanh, True, None),
 }
@@ -155,6 +155,13 @@ def test_argnums(argnums):
 def test_argnums_that_cannot_be(argnums):
     with pytest.raises(ValueError, match="argnums=-3.*3 pos|more than once"):
         sj.grad(_loss, argnums)(_params(), IDS)
+
+
+def test_explain_without_its_second_parentheses():
+    with pytest.raises(
+        TypeError, match=r"come in a second call, as in sparsejax\.grad"
+    ):
+        sj.explain(_params())
 
 
 @pytest.mark.window

@@ -33,13 +33,9 @@ def _bag(table, ids):
 # A program of the stack, and how many rows it reads.
 PROGRAMS = {
     "number_and_ids": (lambda t: t[2, IDS], 3),
-    "numbers_and_ids": (lambda t: t[jnp.array([0, 1, 7]), IDS], 3),
     "out_of_range": (lambda t: t[2, FAR], 5),
-    "one_table": (lambda t: t[1][FAR], 5),
-    "last_table": (lambda t: t[-1][IDS], 3),
     "dynamic_table": (lambda t: t[jnp.array(5)][FAR], 5),
     "take": (lambda t: jnp.take(t[1], FAR, axis=0, fill_value=0.5), 5),
-    "all_tables": (lambda t: t[:, IDS], 9),
     "some_tables": (lambda t: t[1:3][:, FAR], 10),
     "every_other_table": (lambda t: t[::2, 3], 2),
     "block": (lambda t: t[1:3, 2:6], 8),
@@ -56,10 +52,6 @@ PROGRAMS = {
     ),
     "vmap_another_axis": (
         lambda t: jax.vmap(lambda a, i: a[i], (1, 0))(jnp.swapaxes(t, 0, 1), EACH),
-        9,
-    ),
-    "vmap_lookup": (
-        lambda t: jax.vmap(lambda a, i: sj.lookup(a, i, mode="zero"))(t, EACH),
         9,
     ),
     "vmap_bag": (lambda t: jax.vmap(_bag)(t, EACH), 9),
@@ -81,7 +73,6 @@ PROGRAMS = {
         ),
         9,
     ),
-    "scan_bag": (lambda t: _scan(lambda c, x: (c, _bag(*x)), t, EACH), 9),
     "loop": (
         lambda t: lax.fori_loop(
             0, K, lambda k, c: c + jnp.sin(t[k][IDS]), jnp.zeros((3, D))
@@ -128,6 +119,7 @@ def _close(a, b, name=""):
 # The parameter is one table of all rows, or the stack.
 FORMS = "table", "stack"
 QUICK = ["out_of_range", "dynamic_table", "some_tables", "vmap", "scan_checkpoint"]
+OTHERS = [name for name in PROGRAMS if name not in QUICK]
 # One for each kind of view, of vmap and of control flow.
 _TRANSFORMED = [*QUICK, "block", "vmap_bag", "scan_reverse", "branch", "row_functions"]
 TRANSFORMED = [*zip(_TRANSFORMED, itertools.cycle(FORMS))]
@@ -135,7 +127,7 @@ TRANSFORMED = [*zip(_TRANSFORMED, itertools.cycle(FORMS))]
 
 @pytest.mark.parametrize(
     "names, form",
-    [(QUICK, "stack"), pytest.param([*PROGRAMS], "table", marks=pytest.mark.slow)],
+    [(QUICK, "stack"), pytest.param(OTHERS, "table", marks=pytest.mark.slow)],
 )
 def test_equals_jax_grad(names, form, x64):
     """One program for all: most of the time goes into compiling."""
@@ -175,8 +167,6 @@ def test_under_vmap_and_differentiated_again(name, form, x64):
 def test_reads_rows_only(name, form, x64):
     read, rows = PROGRAMS[name]
     loss, table = _loss(read), _table(form)
-    (told,) = sj.explain(loss)(table).leaves
-    assert told.rows_read == rows and told.sparse, told.reason
     # A reshape of the whole stack is free, in a compiled program.
     allow = ["reshape"] if form == "stack" else []
     assert_no_dense(sj.value_and_grad(loss), table, allow=allow, heights=[V, K * V])
@@ -298,9 +288,10 @@ def test_a_users_rule_for_stacks(x64, monkeypatch):
         along = tuple(1 + content.index(d) for d in dimensions)
         return table.then(lambda rows: jnp.flip(rows, along))
 
-    loss = lambda t: jnp.sum(jnp.sin(jnp.flip(t, 2)[1, IDS]) * jnp.arange(D))
-    g = sj.grad(loss)(_table("stack"))
+    loss = _loss(lambda t: jnp.flip(t, 2)[1, IDS] * jnp.arange(D))
+    assert sj.explain(loss)(_table())["table"].sparse
     assert {*seen} == {((K, V, D), None, False)}
+    g = sj.grad(loss)(_table("stack"))
     assert g.stack == (K,) and g.capacity == IDS.size
     _close(g.to_dense(), jax.grad(loss)(_table("stack")))
     seen.clear()

@@ -29,8 +29,8 @@ REPRESENTATIVE = [
     "index/rematerialized",
     "bag_ragged",
 ]
-TRANSFORMED = [*REPRESENTATIVE, "index/moved", "powers", "index/scan_of_state"]
-TRANSFORMED += ["lax_gather_windows_out_of_range", "checkpointed_and_passed_on"]
+TRANSFORMED = [*REPRESENTATIVE, "powers", "checkpointed_and_passed_on"]
+TRANSFORMED += ["lax_gather_windows_out_of_range"]
 
 # These compile for a second and more. Others take the same paths.
 COSTLY = {
