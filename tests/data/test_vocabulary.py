@@ -248,6 +248,9 @@ def test_files_that_are_refused(tmp_path):
         ("Bad CRC-32 for file 'words 0.npy'", good.replace(b"antbee", b"antbei")),
         ("claims more than the file holds", rewrite(path, {}, zipfile.ZIP_DEFLATED)),
     ]
+    build({"x": [f"{k:04}" for k in range(3000)]}).save(path)  # read in parts
+    large = path.read_bytes().replace(b"29982999", b"29982998")
+    cases.append(("Bad CRC-32 for file 'words 0.npy'", large))
     for message, change in WRONG:
         path.write_bytes(good)
         cases.append((message, rewrite(path, change)))
