@@ -1,7 +1,6 @@
 """EmbeddingCollection, against one lookup or bag for each feature."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -39,8 +38,8 @@ HEIGHT = sum((101, 2, 307, 43, 146))
 LAYER = sj.nn.EmbeddingCollection(TABLES, FEATURES)
 
 
-@functools.cache
-def _params():
+@pytest.fixture(scope="module")
+def params():
     return jax.jit(LAYER.init)(jax.random.key(0))
 
 
@@ -62,23 +61,15 @@ def _ids() -> dict[str, Any]:
     }
 
 
-def _layer_of(name):
-    table = FEATURES[name]
-    table, *rest = (table,) if isinstance(table, str) else table
-    spec = TABLES[table]
-    spec = Bag(*spec) if isinstance(spec, tuple) else spec
-    combiner = rest[0] if rest else getattr(spec, "combiner", "none")
-    return table, spec, combiner
-
-
 def _one_by_one(tables, ids, weights=None):
     """The reference: each feature is read by itself from its own table."""
-    out = {}
+    out, weights = {}, weights or {}
+    reads = {name: read for name, *read in LAYER.features}
     for name, x in ids.items():
-        table, layer, combiner = _layer_of(name)
+        table, combiner = reads[name]
+        layer = dict(LAYER.tables)[table]
         options: Any = dict(mode=layer.mode, padding_id=layer.padding_id)
-        rows = tables[table]
-        w = None if weights is None else weights.get(name)
+        rows, w = tables[table], weights.get(name)
         if isinstance(x, sj.SegmentTensor) and combiner == "none":
             out[name] = Embedding(*rows.shape, **options)({"embedding": rows}, x)
         elif combiner == "none":
@@ -96,37 +87,26 @@ def _loss(out):
     return sum(jnp.sum(jnp.sin(jnp.nan_to_num(x))) for x in leaves)
 
 
-def _gathers(f, *args):
-    """How often something reads rows: gathers of rows, and fused bags."""
-    names = [e.primitive.name for e in eqns_of(f, *args) if _is_wide(e)]
-    return sum(name in ("gather", "bag_sum") for name in names)
-
-
-def _is_wide(eqn):
-    shape = getattr(eqn.invars[0].aval, "shape", ()) if eqn.invars else ()
-    return shape == (HEIGHT, D)
+APART = dataclasses.replace(LAYER, stacked=False)
 
 
 # ------------------------------------------------------------------ values
 
 
-def test_each_feature_is_read_from_its_own_table():
-    params = _params()
+def test_each_feature_is_read_from_its_own_table(params):
+    """Also if the tables are arrays of their own, or features are left out."""
     assert {k: v.shape for k, v in params.items()} == {STACK: (HEIGHT, D)}
-    tables, ids = LAYER.unstack(params), _ids()
-    # The same tables, each an array of its own.
-    apart = dataclasses.replace(LAYER, stacked=False)
-    # Features may be left out, and come out as they do beside the others.
+    ids = _ids()
     few = {name: ids[name] for name in ("words", "user")}
 
     @jax.jit
-    def run(params, tables, ids, few):
-        outs = LAYER(params, ids), apart(tables, ids), LAYER(params, few)
+    def run(params, ids, few):
+        tables = LAYER.unstack(params)
+        outs = LAYER(params, ids), APART(tables, ids), LAYER(params, few)
         return outs, _one_by_one(tables, ids)
 
-    outs, want = run(params, tables, ids, few)
-    few = {name: want[name] for name in few}
-    assert_trees_close(outs, (want, want, few))
+    outs, want = run(params, ids, few)
+    assert_trees_close(outs, (want, want, {name: want[name] for name in few}))
     assert LAYER(params, {}) == {}
 
 
@@ -152,22 +132,24 @@ def test_an_id_never_reads_the_neighbour():
     assert "the table has 5 rows" in str(call(jnp.array([4, 5]))[0].get())
 
 
-def test_as_few_gathers_as_shapes_allow():
-    params = _params()
-    ids = _ids()
+def test_as_few_gathers_as_shapes_allow(params):
+    def reads(f, params, ids, heights):
+        eqns = [e for e in eqns_of(f, params, ids) if e.invars]
+        shapes = [(e, getattr(e.invars[0].aval, "shape", ())) for e in eqns]
+        names = [e.primitive.name for e, shape in shapes if shape[:1] in heights]
+        return sum(name in ("gather", "bag_sum") for name in names)
+
     single = {name: jnp.arange(B) for name in FEATURES if name != "seen"}
-    assert _gathers(LAYER, params, single) == 1
+    assert reads(LAYER, params, single, [(HEIGHT,)]) == 1
     # Rows and single ids; bags of 3 of the mean; ragged ones; a maximum; bags of 2.
-    assert _gathers(LAYER, params, ids) == 5
-    apart = dataclasses.replace(LAYER, stacked=False)
-    names = [e.primitive.name for e in eqns_of(apart, LAYER.unstack(params), ids)]
-    assert names.count("bag_sum") == 3
+    assert reads(LAYER, params, _ids(), [(HEIGHT,)]) == 5
+    heights = [(table.num_embeddings,) for _, table in LAYER.tables]
+    assert reads(APART, LAYER.unstack(params), _ids(), heights) == len(FEATURES)
 
 
 @pytest.mark.slow
-def test_weights():
-    params, ids = _params(), _ids()
-    rng = np.random.default_rng(1)
+def test_weights(params):
+    ids, rng = _ids(), np.random.default_rng(1)
     few = {name: ids[name] for name in ("user", "flag", "clicked", "bought")}
     weights = {
         name: rng.random(getattr(x, "values", x).shape, np.float32)
@@ -175,10 +157,8 @@ def test_weights():
     }
     weights["bought"][4] = np.nan  # of an empty slot
     st = few["bought"]
-    both = st.map(lambda x: x)
-    both = sj.SegmentTensor(
-        {"index": st.values, "value": weights["bought"]}, both.segment_ids, B, True
-    )
+    both = {"index": st.values, "value": weights["bought"]}
+    both = sj.SegmentTensor(both, st.segment_ids, B, True)
     loss = lambda w: _loss(LAYER(params, few, {**weights, "clicked": w}))
     plain = lambda w: _loss(
         _one_by_one(LAYER.unstack(params), few, {**weights, "clicked": w})
@@ -212,11 +192,8 @@ def test_groups_of_width_and_type():
         "stack_width3_float32_dense": (9, 3),
         "stack_width3_float32": (4, 3),
     }
-    assert layer.table_prefix() == {
-        "stack_width2_bfloat16": True,
-        "stack_width3_float32_dense": False,
-        "stack_width3_float32": True,
-    }
+    sparse = {name: not name.endswith("dense") for name in params}
+    assert layer.table_prefix() == sparse
     ids = {name: np.array([[1], [3]]) for name in "abcd"}
     out = jax.jit(layer)(params, ids)
     types = {name: x.dtype.name for name, x in out.items()}
@@ -225,16 +202,15 @@ def test_groups_of_width_and_type():
     assert np.all(norms <= 0.51)
     loss = lambda p: _loss({k: v.astype(jnp.float32) for k, v in layer(p, ids).items()})
     g = jax.eval_shape(sj.grad(loss, tables=sj.nn.tables(layer)), params)
-    kinds = {name: isinstance(x, sj.SelectedRows) for name, x in g.items()}
-    assert kinds == layer.table_prefix()
+    assert {name: isinstance(x, sj.SelectedRows) for name, x in g.items()} == sparse
 
 
 # ------------------------------------------------------------------ gradients
 
 
 @pytest.mark.slow
-def test_gradient_is_that_of_the_tables_one_by_one():
-    params, ids = _params(), _ids()
+def test_gradient_is_that_of_the_tables_one_by_one(params):
+    ids = _ids()
     loss = lambda params, ids: _loss(LAYER(params, ids))
     plain = lambda tables, ids: _loss(_one_by_one(tables, ids))
     two = jax.tree.map(lambda x: np.stack([x, x]), ids)
@@ -264,8 +240,8 @@ def test_gradient_is_that_of_the_tables_one_by_one():
 
 
 @pytest.mark.slow
-def test_stacks_that_were_pulled():
-    params, ids = _params(), _ids()
+def test_stacks_that_were_pulled(params):
+    ids = _ids()
     named = jax.jit(LAYER.row_ids)(ids)
     assert named.keys() == {STACK}
     rows = np.unique(np.where(named[STACK] < 0, HEIGHT, named[STACK]))
@@ -286,18 +262,13 @@ def test_stacks_that_were_pulled():
 # ------------------------------------------------------------------ one table
 
 
-def test_tables_one_by_one():
-    params = _params()
+def test_tables_one_by_one(params):
     tables = LAYER.unstack(params)
     assert_trees_close(LAYER.stack(tables), params)
     new = jnp.full((2, D), 9.0)
-    changed = LAYER.set_table(params, "flag", new)
-    np.testing.assert_array_equal(LAYER.get_table(changed, "flag"), new)
-    for name in tables.keys() - {"flag"}:
-        np.testing.assert_array_equal(LAYER.get_table(changed, name), tables[name])
-
-
-def test_tables_are_drawn_by_their_own_layers():
+    changed = LAYER.unstack(LAYER.set_table(params, "flag", new))
+    assert_trees_close(changed, {**tables, "flag": new})
+    # Each is drawn by its own layer.
     ones, zeros = jax.nn.initializers.ones, jax.nn.initializers.zeros
     tables = {"a": Bag(5, 2, embedding_init=ones), "b": Bag(7, 2, embedding_init=zeros)}
     layer = sj.nn.EmbeddingCollection(tables | {"c": (6, 2)})
@@ -306,14 +277,10 @@ def test_tables_are_drawn_by_their_own_layers():
     assert np.unique(tables["c"]).size == 12
 
 
-# ------------------------------------------------------------------ as values
-
-
 def test_a_collection_is_static():
     same = sj.nn.EmbeddingCollection(dict(TABLES), dict(FEATURES))
     assert LAYER == same and hash(LAYER) == hash(same)
-    assert LAYER != dataclasses.replace(LAYER, stacked=False)
-    assert dataclasses.replace(LAYER, stacked=True) == LAYER
+    assert LAYER != APART and dataclasses.replace(APART, stacked=True) == LAYER
     small = sj.nn.EmbeddingCollection({"a": (5, 2)}, {"x": ("a", "max")})
     assert repr(small) == (
         "EmbeddingCollection({'a': EmbeddingBag(5, 2)}, {'x': ('a', 'max')})"

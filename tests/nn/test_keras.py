@@ -1,6 +1,7 @@
 """`sj.nn.keras` against stock Keras."""
 
 import re
+import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ if keras.backend.backend() != "jax":
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 V, D, N = 120, 4, 24
-layers = keras.layers
+layers, optimizers = keras.layers, keras.optimizers
+SparseModel, Optimizer = sj.nn.keras.SparseModel, sj.nn.keras.Optimizer
 
 
 def _data(seed=0, n=N):
@@ -25,17 +27,7 @@ def _data(seed=0, n=N):
     return rng.integers(0, V, (n, 2)), rng.normal(size=n).astype("float32")
 
 
-def _compiled(optimizer, **options):
-    model = _functional(sj.nn.keras.SparseModel, **options)
-    model.compile(optimizer, "mse")
-    return model
-
-
-def _table(model):
-    return model.get_layer("items").embeddings.numpy().copy()
-
-
-def _functional(cls, seed=0, **embedding):
+def _functional(cls=SparseModel, seed=0, **embedding):
     keras.utils.set_random_seed(seed)
     ids = keras.Input((2,), dtype="int32")
     x = layers.Flatten()(layers.Embedding(V, D, name="items", **embedding)(ids))
@@ -43,142 +35,14 @@ def _functional(cls, seed=0, **embedding):
     return cls(ids, layers.Dense(1)(x))
 
 
-def _weights(model):
-    return [np.asarray(v.value) for v in model.variables]
-
-
-def _assert_same(a, b, **tolerance):
-    assert len(a) == len(b)
-    for x, y in zip(a, b):
-        np.testing.assert_allclose(x, y, **{"rtol": 2e-5, "atol": 2e-6, **tolerance})
-
-
-def _moved(model, before):
-    return np.flatnonzero((_table(model) != before).any(1)).tolist()
-
-
-# ------------------------------------------------------------------ optimizers
-
-O = keras.optimizers
-
-
-def test_rows_that_are_not_read_keep_weights_and_state():
-    table = keras.Variable(np.ones((9, 2), "float32"))
-    optimizer = sj.nn.keras.Optimizer(optax.adamw(0.1))
-    optimizer.apply([sj.SelectedRows([4], jnp.ones((1, 2)), 9)], [table])
-    rest = np.arange(9) != 4
-    assert (table.numpy()[rest] == 1).all() and (table.numpy()[4] < 1).all()
-    tables = [v for v in optimizer.variables if v.shape == (9, 2)]
-    assert len(tables) == 2 and all((v.numpy()[rest] == 0).all() for v in tables)
-    assert int(optimizer.iterations) == 1
-
-
-def test_wrong_optimizers():
-    call: Any = sj.nn.keras.Optimizer
-    one = keras.Variable(np.ones((3, 2), "float32"))
-    built = call(optax.adam(0.1))
-    built.build([one])
-    sgd = call(optax.sgd(0.1))
-    exact = sj.optim.exact(optax.sgd(0.1, 0.9))
-    for wrong, error, word in (
-        (lambda: call(3), TypeError, "'int'"),
-        (lambda: call(optax.adam), TypeError, "transformation"),
-        (lambda: call(O.Adam(0.05)), TypeError, r"optax.adam\(0.05\)"),
-        (lambda: call(O.serialize(O.Lion())), TypeError, "optax.lion"),
-        (lambda: call(exact), ValueError, "exact"),
-        (lambda: call(optax.lamb(0.1)).build([one]), ValueError, "lifted"),
-        (lambda: sgd.apply([one.value]), ValueError, "variables"),
-        (lambda: built.apply([one.value], [one, one]), ValueError, "others"),
-        (lambda: setattr(built, "learning_rate", 0.2), ValueError, "inject_hyperparam"),
-        (lambda: built.get_config(), ValueError, "config"),
-    ):
-        with pytest.raises(error, match=word):
-            wrong()
-
-
-def test_every_optimizer_of_keras_is_refused_with_a_call_that_trains():
-    kinds = [
-        kind
-        for name, kind in vars(O).items()
-        if isinstance(kind, type) and issubclass(kind, O.Optimizer)
-        if name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
-    ]
-    assert len(kinds) >= 13
-    model = _functional(sj.nn.keras.SparseModel)
-    names = {"Optimizer": sj.nn.keras.Optimizer, "optax": optax, "sparsejax": sj}
-    for kind in kinds:
-        with pytest.raises(TypeError, match="Optimizer") as caught:
-            model.compile(kind.__name__.lower(), "mse")
-        (instead,) = re.findall(r"Write (Optimizer\(.*\)),", str(caught.value))
-        model.compile(eval(instead, names), "mse")
-        model.train_on_batch(*_data(n=4))
-
-
-def test_models_that_are_refused():
-    make = sj.nn.keras.SparseModel
-    for wrong in ([layers.Embedding(V, D), layers.Dense(1)], _functional(keras.Model)):
-        with pytest.raises(TypeError, match="model.inputs"):
-            make(wrong)
-
-
-def test_explain():
-    """Compiled or not, of a functional model and of a subclass."""
-    x, _ = _data(n=4)
-    model = _functional(sj.nn.keras.SparseModel)
-    leaves = lambda x: [
-        (v.name, v.sparse, v.rows_read) for v in model.explain(x).leaves
-    ]
-    rows = leaves(x)
-    assert ("params['items/embeddings']", True, 8) in rows
-    model.compile(optax.adam(0.1), "mse")
-    assert leaves(x) == rows
-    model = Towers()
-    sparse = [n for _, is_sparse, n in leaves({"item": x, "user": x}) if is_sparse]
-    assert sparse == [8, 8]
-
-
-def test_another_backend(monkeypatch):
-    def missing():
-        raise ModuleNotFoundError(name="tensorflow")
-
-    for backend in (missing, lambda: "tensorflow"):
-        monkeypatch.setattr(keras.backend, "backend", backend)
-        with pytest.raises(RuntimeError, match="tensorflow.*KERAS_BACKEND"):
-            sj.nn.keras._import_keras()
-
-
-# ------------------------------------------------------------------ training
-
-
-@pytest.mark.parametrize(
-    "theirs, ours",
-    [
-        (lambda: O.SGD(0.1), optax.sgd(0.1)),
-        (lambda: O.Adagrad(0.1, epsilon=1e-7), optax.adagrad(0.1, eps=1e-7)),
-    ],
-)
-def test_fit_is_that_of_keras(theirs, ours):
-    """For these, lazy is dense: losses, metrics, statistics and weights are equal."""
-    x, y = _data()
-    results = []
-    for cls, optimizer in (
-        (keras.Model, theirs()),
-        (sj.nn.keras.SparseModel, ours),
-    ):
-        model = _functional(cls)
-        model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"])
-        options = {"validation_data": _data(1), "sample_weight": np.linspace(0, 1, N)}
-        history = model.fit(x, y, 8, epochs=3, verbose=0, **options).history
-        tested = model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)
-        numbers = [*history.values(), *tested]
-        results.append((sorted(history), numbers, _weights(model)))
-    assert results[0][0] == results[1][0]
-    _assert_same(results[0][1], results[1][1])
-    _assert_same(results[0][2], results[1][2])
+def _compiled(optimizer, **embedding):
+    model = _functional(**embedding)
+    model.compile(optimizer, "mse")
+    return model
 
 
 @keras.saving.register_keras_serializable("sparsejax_tests")
-class Towers(sj.nn.keras.SparseModel):
+class Towers(SparseModel):
     """A subclass with `call`, two tables and a loss of its own."""
 
     def __init__(self, **kwargs):
@@ -194,19 +58,151 @@ class Towers(sj.nn.keras.SparseModel):
         return self.head(x)
 
 
-@pytest.mark.parametrize("how", ["jit_compile", "run_eagerly", "steps_per_execution"])
-def test_a_subclass_however_it_runs(how):
+def _of_towers(x):
+    return {"item": x[:, 0], "user": x[:, 1]}
+
+
+def _table(model):
+    return model.get_layer("items").embeddings.numpy().copy()
+
+
+def _moved(model, before):
+    return np.flatnonzero((_table(model) != before).any(1)).tolist()
+
+
+def _weights(model):
+    return [np.asarray(v.value) for v in model.variables]
+
+
+def _assert_same(a, b, **tolerance):
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, **{"rtol": 2e-5, "atol": 2e-6, **tolerance})
+
+
+# ------------------------------------------------------------------ optimizers
+
+
+def test_rows_that_are_not_read_keep_weights_and_state():
+    table = keras.Variable(np.ones((9, 2), "float32"))
+    optimizer = Optimizer(optax.adamw(0.1))
+    optimizer.apply([sj.SelectedRows([4], jnp.ones((1, 2)), 9)], [table])
+    rest = np.arange(9) != 4
+    assert (table.numpy()[rest] == 1).all() and (table.numpy()[4] < 1).all()
+    tables = [v for v in optimizer.variables if v.shape == (9, 2)]
+    assert len(tables) == 2 and all((v.numpy()[rest] == 0).all() for v in tables)
+    assert int(optimizer.iterations) == 1
+
+
+def test_the_state_is_in_the_order_of_the_variables():
+    """Not of their names, which a loaded model may have others of."""
+    saved = []
+    for names in (("b", "a"), ("a", "b")):
+        variables = [
+            keras.Variable(np.full(2, k + 1.0), name=n) for k, n in enumerate(names)
+        ]
+        optimizer = Optimizer(optax.adam(0.1))
+        optimizer.apply([np.full(2, 1.0), np.full(2, 2.0)], variables)
+        saved.append([v.numpy() for v in optimizer.variables])
+    _assert_same(*saved, rtol=0, atol=0)
+
+
+def test_wrong_optimizers():
+    call: Any = Optimizer
+    one = keras.Variable(np.ones((3, 2), "float32"))
+    built, sgd = call(optax.adam(0.1)), call(optax.sgd(0.1))
+    built.build([one])
+    for wrong, error, word in (
+        (lambda: call(3), TypeError, "'int'"),
+        (lambda: call(optax.adam), TypeError, "transformation"),
+        (lambda: call(optimizers.Adam(0.05)), TypeError, r"optax.adam\(0.05\)"),
+        (
+            lambda: call(optimizers.serialize(optimizers.Lion())),
+            TypeError,
+            "optax.lion",
+        ),
+        (lambda: call(sj.optim.exact(optax.sgd(0.1, 0.9))), ValueError, "exact"),
+        (lambda: call(optax.lamb(0.1)).build([one]), ValueError, "lifted"),
+        (lambda: sgd.apply([one.value]), ValueError, "variables"),
+        (lambda: built.apply([one.value], [one, one]), ValueError, "others"),
+        (lambda: setattr(built, "learning_rate", 0.2), ValueError, "inject_hyperparam"),
+        (lambda: built.get_config(), ValueError, "config"),
+    ):
+        with pytest.raises(error, match=word):
+            wrong()
+
+
+def test_every_optimizer_of_keras_is_refused_with_a_call_that_trains():
+    kinds = [
+        kind
+        for name, kind in vars(optimizers).items()
+        if isinstance(kind, type) and issubclass(kind, optimizers.Optimizer)
+        if name not in ("Optimizer", "LossScaleOptimizer", "MultiOptimizer")
+    ]
+    assert len(kinds) >= 13
+    model = _functional()
+    names = {"Optimizer": Optimizer, "optax": optax, "sparsejax": sj}
+    calls = set()
+    for kind in kinds:
+        with pytest.raises(TypeError, match="Optimizer") as caught:
+            model.compile(kind.__name__.lower(), "mse")
+        calls |= {*re.findall(r"Write (Optimizer\(.*\)),", str(caught.value))}
+    for instead in calls:
+        model.compile(eval(instead, names), "mse")
+        model.train_on_batch(*_data(n=4))
+
+
+def test_another_backend(monkeypatch):
+    def missing():
+        raise ModuleNotFoundError(name="tensorflow")
+
+    monkeypatch.delattr(sj.nn, "keras")
+    monkeypatch.delitem(sys.modules, "sparsejax.nn.keras")
+    for backend in (missing, lambda: "tensorflow"):
+        monkeypatch.setattr(keras.backend, "backend", backend)
+        with pytest.raises(RuntimeError, match="tensorflow.*KERAS_BACKEND"):
+            sj.nn.keras  # noqa: B018
+
+
+# ------------------------------------------------------------------ training
+
+
+def test_fit_is_that_of_keras():
+    """Lazy Adagrad is dense: losses, metrics, statistics and weights are equal."""
     x, y = _data()
-    inputs = {"item": x[:, 0], "user": x[:, 1]}
     results = []
-    other = {"jit_compile": False, "run_eagerly": True, "steps_per_execution": 2}[how]
-    for options in ({}, {how: other}):
+    for cls, optimizer in (
+        (keras.Model, optimizers.Adagrad(0.1, epsilon=1e-7)),
+        (SparseModel, optax.adagrad(0.1, eps=1e-7)),
+    ):
+        model = _functional(cls)
+        model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"])
+        options = {"validation_data": _data(1), "sample_weight": np.linspace(0, 1, N)}
+        history = model.fit(x, y, 8, epochs=3, verbose=0, **options).history
+        tested = model.evaluate(x, y, verbose=0), model.predict(x, verbose=0)
+        results.append(
+            (sorted(history), [*history.values(), *tested, *_weights(model)])
+        )
+    (names, expected), (found_names, found) = results
+    assert found_names == names
+    _assert_same(found, expected)
+
+
+def test_a_subclass_however_it_runs():
+    x, y = _data()
+    results = []
+    for options in (
+        {},
+        {"jit_compile": False},
+        {"run_eagerly": True},
+        {"steps_per_execution": 2},
+    ):
         keras.utils.set_random_seed(0)
         model = Towers()
         model.compile(optax.adam(0.1), "mse", **options)
-        model.fit(inputs, y, batch_size=8, epochs=1, verbose=0)
+        model.fit(_of_towers(x), y, batch_size=8, epochs=1, verbose=0)
         results.append(_weights(model))
-    _assert_same(*results, rtol=1e-4, atol=1e-5)
+    for result in results[1:]:
+        _assert_same(result, results[0], rtol=1e-4, atol=1e-5)
 
 
 def test_tables_are_updated_in_place():
@@ -221,28 +217,32 @@ def test_tables_are_updated_in_place():
     model.train_on_batch(x, y)
     assert [v.value.unsafe_buffer_pointer() for v in tables] == addresses
     assert _moved(model, before) == [0, 3, 7, 9]
-    rows = {v.name: v.rows_read for v in model.explain(x).leaves if v.sparse}
-    assert rows == {"params['items/embeddings']": 6}
+
+
+def test_explain():
+    """Compiled or not, of a functional model and of a subclass."""
+    x, _ = _data(n=4)
+    model = _functional()
+    sparse = lambda model, x: {
+        v.name: v.rows_read for v in model.explain(x).leaves if v.sparse
+    }
+    assert sparse(model, x) == {"params['items/embeddings']": 8}
+    model.compile(optax.adam(0.1), "mse")
+    assert sparse(model, x) == {"params['items/embeddings']": 8}
+    assert [*sparse(Towers(), {"item": x, "user": x}).values()] == [8, 8]
 
 
 def test_tables_that_are_not_sparse_or_not_trained():
     """A tied table has a dense gradient; constraints hold; a frozen one stays."""
     x, y = np.array([[3], [7]]), np.array([[1], [2]])
-
-    def tied(cls):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    results = []
+    for cls, optimizer in ((keras.Model, "sgd"), (SparseModel, optax.sgd(0.01))):
         keras.utils.set_random_seed(0)
         ids = keras.Input((1,), dtype="int32")
         embed = layers.Embedding(V, D, name="items")
         scores = keras.ops.matmul(embed(ids), keras.ops.transpose(embed.embeddings))
-        return cls(ids, scores)
-
-    results = []
-    for cls, optimizer in (
-        (keras.Model, "sgd"),
-        (sj.nn.keras.SparseModel, optax.sgd(0.01)),
-    ):
-        model = tied(cls)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model = cls(ids, scores)
         model.compile(optimizer, loss)
         model.fit(x, y, epochs=2, verbose=0)
         results.append(_weights(model))
@@ -267,7 +267,7 @@ def test_mixed_precision():
         model.fit(x, y, verbose=0)
         assert len([v for v in model.explain(x).leaves if v.sparse]) == 1
         keras.config.set_dtype_policy("mixed_float16")
-        model = _functional(sj.nn.keras.SparseModel)
+        model = _functional()
         with pytest.raises(ValueError, match="mixed_float16"):
             model.compile(optax.adam(0.1), "mse")
         model.compile(optax.adam(0.1), "mse", auto_scale_loss=False)
@@ -303,19 +303,6 @@ def test_an_optimizer_for_each_table():
     assert (model.layers[-1].kernel.numpy() != dense).any()
 
 
-def test_the_state_is_in_the_order_of_the_variables():
-    """Not of their names, which a loaded model may have others of."""
-    saved = []
-    for names in (("b", "a"), ("a", "b")):
-        variables = [
-            keras.Variable(np.full(2, k + 1.0), name=n) for k, n in enumerate(names)
-        ]
-        optimizer = sj.nn.keras.Optimizer(optax.adam(0.1))
-        optimizer.apply([np.full(2, 1.0), np.full(2, 2.0)], variables)
-        saved.append([v.numpy() for v in optimizer.variables])
-    _assert_same(*saved, rtol=0, atol=0)
-
-
 # ------------------------------------------------------------------ files
 
 
@@ -323,23 +310,22 @@ def test_the_state_is_in_the_order_of_the_variables():
 def test_save_and_load_a_model(tmp_path, kind):
     """Then train on: as the model that was not saved."""
     x, y = _data()
-    if kind == "subclass":
-        keras.utils.set_random_seed(0)
-        model, x = Towers(), {"item": x[:, 0], "user": x[:, 1]}
-        model.drop.rate = 0.0
-    else:
-        model = _functional(sj.nn.keras.SparseModel)
-        model.layers[-2].rate = 0.0
     tx = optax.adam(optax.exponential_decay(0.1, 3, 0.5))
+    without_dropout: Any = lambda model: None
+    model = _functional()
+    model.layers[-2].rate = 0.0
+    if kind == "subclass":
+        model, x = Towers(), _of_towers(x)
+        without_dropout = lambda model: setattr(model.drop, "rate", 0.0)
+    without_dropout(model)
     model.compile(tx, "mse", metrics=["mae"])
     model.fit(x, y, batch_size=8, verbose=0)
     path = str(tmp_path / "model.keras")
     with pytest.warns(UserWarning, match="call compile again"):
         model.save(path)
     loaded: Any = keras.saving.load_model(path)
-    assert isinstance(loaded, sj.nn.keras.SparseModel) and not loaded.compiled
-    if kind == "subclass":
-        loaded.drop.rate = 0.0
+    assert isinstance(loaded, SparseModel) and not loaded.compiled
+    without_dropout(loaded)
     loaded.compile(tx, "mse", metrics=["mae"])
     loaded.optimizer.build(loaded.trainable_variables)
     loaded.load_weights(path)
@@ -376,14 +362,16 @@ def test_functional_models():
     x, y = _data()
     for model in (Built(), Towers(), Built()):
         model.compile(optax.adam(0.1), "mse")
-        given = {"item": x[:, 0], "user": x[:, 1]} if isinstance(model, Towers) else x
+        given = _of_towers(x) if isinstance(model, Towers) else x
         model.fit(given, y, verbose=0)
-    wrong = type("Wrong", (sj.nn.keras.SparseModel,), {"__init__": build})
     with pytest.raises(TypeError, match="SparseFunctional"):
-        wrong()
+        type("Wrong", (SparseModel,), {"__init__": build})()
+    for wrong in ([layers.Embedding(V, D), layers.Dense(1)], _functional(keras.Model)):
+        with pytest.raises(TypeError, match="model.inputs"):
+            SparseModel(wrong)
     inner = [layers.Input((2,), dtype="int32"), layers.Embedding(V, D)]
     sequential = keras.Sequential([*inner, layers.Flatten()])
-    model = sj.nn.keras.SparseModel(sequential.inputs, sequential.outputs)
+    model = SparseModel(sequential.inputs, sequential.outputs)
     model.compile(optax.adam(0.1), "mse")
     model.fit(x, np.zeros((N, 2 * D)), verbose=0)
     assert model.variables[0] is sequential.variables[0]
@@ -397,7 +385,7 @@ def test_distributed_embedding_of_keras_rs():
     feature = rs.layers.FeatureConfig("item", table, (8, 3), (8, D))
     ids = keras.Input((3,), batch_size=8, dtype="int32", name="item")
     embedded = rs.layers.DistributedEmbedding({"item": feature})({"item": ids})
-    model = sj.nn.keras.SparseModel(ids, layers.Dense(1)(embedded["item"]))
+    model = SparseModel(ids, layers.Dense(1)(embedded["item"]))
     model.compile(optax.adagrad(0.1), "mse")
     x = np.arange(24).reshape(8, 3)
     model.fit(x, np.ones(8), batch_size=8, verbose=0)
