@@ -12,9 +12,8 @@ import sparsejax as sj
 from helpers import assert_trees_close
 
 
-pytestmark = pytest.mark.usefixtures(
-    "loose_promotion"
-)  # optax's, and the frameworks' own
+# optax's, and the frameworks' own.
+pytestmark = pytest.mark.usefixtures("loose_promotion")
 V, D = 211, 4
 IDS = jnp.array([3, 7, 3, -1])
 LAYER = sj.nn.Embedding(V, D, padding_id=-1)
@@ -104,10 +103,9 @@ def test_linen_inside_a_model():
     assert jnp.shape(Tied().apply(variables, ids)) == (2, V)
 
 
-@pytest.mark.slow
+@pytest.mark.window
 def test_every_layer_has_its_module():
-    nnx = pytest.importorskip("flax.nnx")
-    eqx = pytest.importorskip("equinox")
+    nnx, eqx = (pytest.importorskip(name) for name in ("flax.nnx", "equinox"))
     x, key = jnp.ones((2, 9)), jax.random.key(0)
     for layer, inputs in (
         (sj.nn.Dense(3), x),  # whose size depends on the input
@@ -121,16 +119,9 @@ def test_every_layer_has_its_module():
         assert isinstance(model, eqx.Module) and model.layer == linen.layer == layer
         assert eqx.filter_eval_shape(model, inputs) == spec
         model = sj.nn.nnx.Layer(layer, inputs, rngs=nnx.Rngs(0))
-        assert jax.tree.map(jnp.shape, model(inputs)) == jax.tree.map(
-            lambda x: x.shape, spec
-        )
-
-
-@pytest.mark.window
-def test_attend():
-    nnx = pytest.importorskip("flax.nnx")
-    pytest.importorskip("equinox")
-    key, query = jax.random.key(0), jnp.ones((2, D))
+        shapes = jax.tree.map(lambda x: x.shape, spec)
+        assert jax.tree.map(jnp.shape, model(inputs)) == shapes
+    query = jnp.ones((2, D))
     assert sj.nn.nnx.Layer(LAYER, rngs=nnx.Rngs(0)).attend(query).shape == (2, V)
     assert sj.nn.equinox.Layer(LAYER, key=key).attend(query).shape == (2, V)
 

@@ -21,11 +21,12 @@ from sparsejax.nn import PulledTables, SparseBlock, SparseEmbedding, SparseLinea
 
 
 V, D = 11, 3
+KEY = jax.random.key(0)
 
 
-def table(rows=V, columns=D, dtype=jnp.float32, seed=0):
-    values = np.random.default_rng(seed).integers(-8, 9, (rows, columns)) / 4
-    return jnp.asarray(values, dtype)
+def table(rows=V, columns=D):
+    values = np.random.default_rng(0).integers(-8, 9, (rows, columns)) / 4
+    return jnp.asarray(values, jnp.float32)
 
 
 def pull(block, inputs, whole, capacity=8):
@@ -37,10 +38,9 @@ def pull(block, inputs, whole, capacity=8):
         ids = ids[(ids >= 0) & (ids < len(weights))]
         rows = np.full(capacity, len(weights), np.int32)
         rows[: len(ids)] = ids
-        values = np.full((capacity, *weights.shape[1:]), np.nan, np.float32)
+        values = np.full((capacity, weights.shape[1]), np.nan, np.float32)
         values[: len(ids)] = weights[ids]
-        values = jnp.asarray(values, weights.dtype)
-        pulled[name] = sj.SelectedRows(rows, values, len(weights))
+        pulled[name] = sj.SelectedRows(rows, jnp.asarray(values), len(weights))
     return pulled
 
 
@@ -51,24 +51,28 @@ GARBAGE = sj.SegmentTensor(ELEMENTS, jnp.array([1, 0, 1, 2]), 2)
 
 embedding = functools.partial(SparseEmbedding, V, D, name="t")
 linear = functools.partial(SparseLinear, D, 4, name="t")
-CASES = {
-    "ids": (embedding(), jnp.array([[4, 0, 4], [10, 1, 4]])),
-    "padding": (embedding(padding_id=4), np.array([4, 0, 4])),
-    "max_norm": (embedding(max_norm=1.0), np.array([4, 0, 4], np.int8)),
-    "ragged": (embedding(mode="error"), RAGGED),
-    "scipy": (linear(), MATRIX),
-    "bcsr": (linear(use_bias=False), BCSR.from_scipy_sparse(MATRIX)),
-    "segments": (linear(mode="error"), GARBAGE),
-    "columns": (linear(), RAGGED.map(lambda ids: ids % 5)),
+# A block, its inputs, and the rows that it lists.
+CASES: dict[str, Any] = {
+    "ids": (embedding(), np.array([[4, 0], [10, 1]], np.uint8), [[4, 0], [10, 1]]),
+    "padding": (embedding(padding_id=4), np.array([4, 0, 4]), [-1, 0, -1]),
+    "max_norm": (embedding(max_norm=1.0), np.array([4, 0, 4], np.int8), [4, 0, 4]),
+    "ragged": (embedding(mode="error"), RAGGED, [7, 2, -1, 7]),
+    "scipy": (linear(), MATRIX, [1, 3, 0, 3]),
+    "bcsr": (linear(use_bias=False), BCSR.from_scipy_sparse(MATRIX), [1, 3, 0, 3]),
+    "segments": (linear(mode="error"), GARBAGE, [3, 0, 1, -1]),
+    "columns": (linear(), RAGGED.map(lambda ids: ids % 5), [2, 2, -1, 2]),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_pulled_rows_are_as_good_as_the_table(name):
-    block, inputs = CASES[name]
+    block, inputs, listed = CASES[name]
+    assert block.row_ids(inputs)["t"].tolist() == listed
+    if name != "scipy":
+        assert jax.jit(block.row_ids)(inputs)["t"].tolist() == listed
     ((_, spec),) = block.tables().items()
     whole = {"t": table(*spec.shape)}
-    params = jax.tree.map(lambda x: x + 1, block.init(jax.random.key(0)))
+    params = jax.tree.map(lambda x: x + 1, block.init(KEY))
     pulled = pull(block, inputs, whole)
 
     def loss(tables, params):
@@ -77,31 +81,32 @@ def test_pulled_rows_are_as_good_as_the_table(name):
             out = sj.segment_sum(out)
         return jnp.sum(out**2 * jnp.arange(1, out.size + 1.0).reshape(out.shape)), out
 
-    differentiate = checkify.checkify(
-        sj.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    )
-    error, ((_, out), (rows, grads)) = jax.jit(differentiate)(pulled, params)
-    error.throw()
-    oracle = checkify.checkify(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
-    _, ((_, want), (dense, want_grads)) = jax.jit(oracle)(whole, params)
-    assert_trees_close(out, want)
-    assert_trees_close(grads, want_grads)
+    def run(value_and_grad, tables):
+        differentiate = value_and_grad(loss, argnums=(0, 1), has_aux=True)
+        error, out = jax.jit(checkify.checkify(differentiate))(tables, params)
+        error.throw()
+        return out
+
+    (_, out), (rows, grads) = run(sj.value_and_grad, pulled)
+    (_, want), (dense, want_grads) = run(jax.value_and_grad, whole)
+    assert_trees_close((out, grads), (want, want_grads))
     np.testing.assert_array_equal(rows["t"].rows, pulled["t"].rows)
     assert_trees_close(rows["t"].to_dense(), dense["t"])
 
 
-def test_row_ids():
-    """Padding, empty elements and ids out of range are not pulled."""
-    ids = np.array([3, 4], np.uint8)
-    assert embedding(padding_id=4).row_ids(ids)["t"].tolist() == [3, -1]
-    assert embedding().row_ids(RAGGED)["t"].tolist() == [7, 2, -1, 7]
-    assert linear().row_ids(MATRIX)["t"].tolist() == [1, 3, 0, 3]
-    assert linear().row_ids(GARBAGE)["t"].tolist() == [3, 0, 1, -1]
-    for block, inputs in ((embedding(), RAGGED), (linear(), GARBAGE)):
-        traced = jax.jit(block.row_ids)(inputs)
-        assert_trees_close(np.int64(traced["t"]), np.int64(block.row_ids(inputs)["t"]))
-    shown = "SparseEmbedding(11, 3, padding_id=0, name='t')"
-    assert repr(embedding(padding_id=0)) == shown
+def test_nothing_has_the_size_of_the_table():
+    block = SparseEmbedding(10_007, D, name="t")
+    rows = sj.SelectedRows(jnp.array([5, 9]), jnp.ones((2, D)), 10_007)
+    f = lambda t: jnp.sum(block(t, {}, jnp.array([5, 9, 5])))
+    assert_no_dense(sj.grad(f), {"t": rows}, heights=[10_007])
+
+
+def test_blocks_are_layers_that_know_their_names():
+    item, words = embedding(padding_id=0), linear()
+    assert isinstance(item, sj.nn.Embedding) and isinstance(words, sj.nn.Dense)
+    assert item.init(KEY) == {} and words.init(KEY).keys() == {"bias"}
+    assert item.table_prefix() == {} and words.table_prefix() == {"bias": False}
+    assert repr(item) == "SparseEmbedding(11, 3, padding_id=0, name='t')"
 
 
 @pytest.mark.slow
@@ -110,7 +115,7 @@ def test_rows_that_were_not_pulled():
     out = embedding()({"t": rows}, {}, jnp.array([1, 2, 3, 11, -1]))
     assert np.isnan(out).all(axis=1).tolist() == [False, True, False, True, True]
     few = sj.SelectedRows(jnp.array([0, 3]), jnp.ones((2, D)), 4)
-    params = linear().init(jax.random.key(0))
+    params = linear().init(KEY)
     out = jax.jit(linear())({"t": few}, params, GARBAGE)
     assert np.isnan(out).all(axis=1).tolist() == [False, True]  # of column 1
     for block, rows, inputs in (
@@ -118,9 +123,30 @@ def test_rows_that_were_not_pulled():
         (linear(mode="error"), few, GARBAGE),
     ):
         f = jax.jit(checkify.checkify(block))
-        message = f(({"t": rows}), params, inputs)[0].get()
-        assert message is not None
+        message = f({"t": rows}, params, inputs)[0].get() or ""
         assert "1 of" in message and "does not store" in message
+
+
+def test_columns_out_of_range_are_read_by_the_mode():
+    # Row 0 is fine, row 1 has columns 4 and -1 beside 0, and the last element is empty.
+    values = {"index": jnp.array([3, 0, 4, -1, 77]), "value": jnp.arange(1.0, 6)}
+    bad = sj.SegmentTensor(values, jnp.array([0, 1, 1, 1, 3]), 3)
+    weights = jnp.array([[10.0], [20.0], [30.0], [40.0]])
+    rows = sj.SelectedRows(jnp.array([0, 3, 4]), weights[jnp.array([0, 3, 3])], 4)
+    read = lambda mode, table: SparseLinear(1, 4, name="t", mode=mode, use_bias=False)(
+        {"t": table}, {}, bad
+    )
+    for mode, expected in {
+        "drop": [40, 20, 0],
+        "fill": [40, np.nan, 0],
+        "zero": [40, 20, 0],
+        "clip": [40, 2 * 10 + 3 * 40 + 4 * 10, 0],
+    }.items():
+        for some in (rows, weights):
+            np.testing.assert_array_equal(read(mode, some)[:, 0], expected)
+    # No row that is read gets NaN in its gradient from one that is not.
+    grad = sj.grad(lambda t: jnp.sum(read("zero", t)))(rows)
+    np.testing.assert_array_equal(grad.values, [[2], [1], [0]])
 
 
 # ------------------------------------------------------------------ own blocks
@@ -133,24 +159,18 @@ class Towers(SparseBlock):
     item: SparseEmbedding = SparseEmbedding(V, D, name="item")
     words: SparseLinear = SparseLinear(D, 4, name="words")
     top: sj.nn.Dense = sj.nn.Dense(1, D)
-    fault: str = ""
+    more: Any = ()
 
     def row_ids(self, inputs):
         return sj.nn.merge_row_ids(
             self.item.row_ids(inputs["seen"]),
             self.item.row_ids(inputs["next"]),
-            {} if self.fault == "words" else self.words.row_ids(inputs["words"]),
+            self.words.row_ids(inputs["words"]),
         )
 
     def sparse_forward(self, tables, params, inputs):
         item = functools.partial(self.item, tables, params["item"])
         x = item(inputs["seen"]) * item(inputs["next"])
-        if self.fault == "array":
-            return jnp.dot(x, tables["item"])
-        if self.fault == "values":  # which a block may use
-            return jnp.dot(tables["item"].values, jnp.ones(D + 1))
-        if self.fault == "other":
-            raise TypeError("something else")
         x += self.words(tables, params["words"], inputs["words"])
         return self.top(params["top"], x)
 
@@ -161,11 +181,9 @@ INPUTS = {"seen": jnp.array([3, 4]), "next": jnp.array([4, 0]), "words": GARBAGE
 @pytest.mark.slow
 def test_a_block_of_blocks():
     block, whole = Towers(), {"item": table(), "words": table(4)}
-    assert {n: s.shape for n, s in block.tables().items()} == {
-        "item": (V, D),
-        "words": (4, D),
-    }
-    params = block.init(jax.random.key(0))
+    shapes = {name: spec.shape for name, spec in block.tables().items()}
+    assert shapes == {"item": (V, D), "words": (4, D)}
+    params = block.init(KEY)
     assert params["item"] == {} and params["words"].keys() == {"bias"}
     assert params["top"]["kernel"].shape == (D, 1)
     pulled = pull(block, INPUTS, whole)
@@ -180,33 +198,28 @@ def test_a_block_of_blocks():
     batched = jax.vmap(lambda ids: block(pulled, params, INPUTS | ids))(two)
     assert_trees_close(batched, jnp.stack([want, want]))
     assert hash(block) == hash(Towers()) and block == Towers()
-
-
-def test_nothing_has_the_size_of_the_table():
-    block = SparseEmbedding(10_007, D, name="t")
-    rows = sj.SelectedRows(jnp.array([5, 9]), jnp.ones((2, D)), 10_007)
-    f = lambda t: jnp.sum(block(t, {}, jnp.array([5, 9, 5])))
-    assert_no_dense(sj.grad(f), {"t": rows}, heights=[10_007])
+    # Only what row_ids lists is pulled.
+    some = {"item": pulled["item"]}
+    for call in (block, block.sparse_forward, jax.jit(block)):
+        with pytest.raises(sj.NotPulledError, match="'words'.*Towers.row_ids"):
+            call(some, params, INPUTS)
+    tables = PulledTables(some)
+    assert "words" not in tables and tables.get("words") is None and len(tables) == 1
+    assert "SelectedRows" in repr(tables)
 
 
 def test_tables_of_fields():
-    @dataclasses.dataclass(frozen=True)
-    class Many(Towers):
-        more: Any = ()
-
     def names(*more):
-        return list(Many(more=more).tables())
+        return list(Towers(more=more).tables())
 
     one, two = SparseEmbedding(V, D), SparseEmbedding(V, D)
     assert names(one) == ["item", "words", "embedding"]
     assert names({"a": one}, [one]) == names(one)
     assert names(SparseEmbedding(V, D, name="item")) == ["item", "words"]  # shared
-    init = Many(more=({"a": one, "b": SparseLinear(2, 3)},)).init(jax.random.key(0))
+    init = Towers(more=({"a": one, "b": SparseLinear(2, 3)},)).init(KEY)
     assert init["more"][0]["a"] == {} and init["more"][0]["b"]["bias"].shape == (2,)
     with pytest.raises(ValueError, match="'embedding', the default. Give each"):
         names(one, two)
-    with pytest.raises(ValueError, match=r"'item', of shapes \(11, 3\) and \(11, 4\)"):
-        names(SparseEmbedding(V, D + 1, name="item"))
 
 
 def test_merge_row_ids():
@@ -224,80 +237,48 @@ def test_merge_row_ids():
 # ------------------------------------------------------------------ errors
 
 
-@pytest.mark.slow
-def test_not_pulled():
-    block, whole = Towers(fault="words"), {"item": table(), "words": table(4)}
-    params = Towers().init(jax.random.key(0))
-    pulled = pull(block, INPUTS, whole)
-    for call in (block, block.sparse_forward, jax.jit(block)):
-        with pytest.raises(sj.NotPulledError, match="'words' is used.*Towers.row_ids"):
-            call(pulled, params, INPUTS)
-    tables = PulledTables(pulled)
-    assert "words" not in tables and tables.get("words") is None and len(tables) == 1
-    assert "SelectedRows" in repr(tables)
+class Bare(SparseBlock):
+    """A block whose layer is not a dataclass field, and whose forward is given."""
+
+    def __init__(self, forward=None):
+        self.item, self.forward = embedding(), forward
+
+    def row_ids(self, inputs):
+        return self.item.row_ids(inputs)
+
+    def sparse_forward(self, tables, params, inputs):
+        return self.forward(tables["t"])
 
 
 def test_a_table_where_an_array_is_needed():
-    tables = {"item": table(), "words": table(4)}
-    params = Towers().init(jax.random.key(0))
-    pulled = pull(Towers(), INPUTS, tables)
+    def other(table):
+        raise TypeError("something else")
+
+    whole, ids = {"t": table()}, jnp.array([3, 4])
+    pulled = pull(Bare(), ids, whole)
+    dot = lambda x: jnp.dot(jnp.ones((2, D)), x)
     # Other reasons are raised as they are.
-    for fault, given, said in (
-        ("array", pulled, "Towers: a SelectedRows from `tables` was used where"),
-        ("other", tables, "^something else$"),
-        ("other", pulled, "^something else$"),
-        ("values", pulled, "^dot_general requires"),
+    for forward, given, said in (
+        (dot, pulled, "Bare: a SelectedRows from `tables` was used where"),
+        (other, whole, "^something else$"),
+        (other, pulled, "^something else$"),
+        (lambda t: jnp.dot(jnp.ones(2), t.values), pulled, "^dot_general requires"),
     ):
         with pytest.raises(TypeError, match=said):
-            Towers(fault=fault)(given, params, INPUTS)
-
-
-def test_columns_out_of_range_are_read_by_the_mode():
-    # Row 0 is fine, row 1 has columns 4 and -1 beside 0, and the last element is empty.
-    values = {"index": jnp.array([3, 0, 4, -1, 77]), "value": jnp.arange(1.0, 6)}
-    bad = sj.SegmentTensor(values, jnp.array([0, 1, 1, 1, 3]), 3)
-    weights = jnp.array([[10.0], [20.0], [30.0], [40.0]])
-    rows = sj.SelectedRows(jnp.array([0, 3, 4]), weights[jnp.array([0, 3, 3])], 4)
-    read = lambda mode, table: SparseLinear(1, 4, name="t", mode=mode, use_bias=False)(
-        {"t": table}, {}, bad
-    )
-    for mode, expected in {
-        "fill": [40, np.nan, 0],
-        "zero": [40, 20, 0],
-        "clip": [40, 2 * 10 + 3 * 40 + 4 * 10, 0],
-    }.items():
-        for some in (rows, weights):
-            np.testing.assert_array_equal(read(mode, some)[:, 0], expected)
-    # No row that is read gets NaN in its gradient from one that is not.
-    grad = sj.grad(lambda t: jnp.sum(read("zero", t)))(rows)
-    np.testing.assert_array_equal(grad.values, [[2], [1], [0]])
+            Bare(forward)(given, {}, ids)
 
 
 def test_layers_that_are_not_dataclass_fields():
-    class Bare(SparseBlock):
-        def __init__(self):
-            self.item = embedding()
-
-        def row_ids(self, inputs):
-            return self.item.row_ids(inputs)
-
-        def sparse_forward(self, tables, params, inputs):
-            return self.item(tables, params["item"], inputs)
-
     @dataclasses.dataclass(frozen=True)
     class Unannotated(Towers):
-        more = [sj.nn.Dense(1, 2)]
-
-    for block, name in ((Bare(), "item"), (Unannotated(), "more")):
-        for call in (block.tables, lambda block=block: block.init(jax.random.key(0))):
-            with pytest.raises(TypeError, match=f"'{name}' are not dataclass fields"):
-                call()
+        others = [sj.nn.Dense(1, 2)]
 
     class Overrides(Bare):
         def tables(self):
             return self.item.tables()
 
-        def init(self, key):
-            return {"item": {}}
-
+    for block, name in ((Bare(), "item"), (Unannotated(), "others")):
+        for call in (block.tables, functools.partial(block.init, KEY)):
+            with pytest.raises(TypeError, match=f"'{name}' are not dataclass fields"):
+                call()
     assert Overrides().tables()["t"].shape == (V, D)

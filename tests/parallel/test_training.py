@@ -1,7 +1,11 @@
-"""Training steps over sharded tables equal the plain optimizer on one device.
+"""Training over several devices equals the plain optimizer on one device.
 
-A step is compiled once and run on batches of every kind of ids.
+Tables are sharded by rows, sharded by columns, or replicated. A step is compiled once
+and run on batches of every kind of ids.
 """
+
+# optax's types know trees of arrays only.
+# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
 
 import functools
 from typing import Any
@@ -11,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import whole
+from helpers import assert_same_bits, assert_trees_close, make_rows, whole
 from one_device import (
     assert_at_owners,
     assert_close,
@@ -30,7 +34,8 @@ from one_device import (
 # Optax's Adam needs loose promotion.
 pytestmark = pytest.mark.usefixtures("eight_devices", "loose_promotion")
 
-V, D, N_IDS = 101, 4, 64
+V, D, N, N_IDS = 1009, 4, 4, 64
+TABLES = [table_of(V, D, seed=k) for k in range(2)]
 WEIGHTS = table_of(N_IDS, D, seed=2)
 TXS = {
     "sgd": optax.sgd(0.1),
@@ -39,6 +44,7 @@ TXS = {
     "clip, adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
     "rowwise_adagrad": sj.optim.rowwise_adagrad(0.1),
 }
+shard_rows, shard_columns = sj.parallel.shard_rows, sj.parallel.shard_columns
 
 
 def batches():
@@ -68,10 +74,23 @@ def loss_fn(params, ids):
 
 @functools.cache
 def trained_on_one_device(name):
-    tables = [jnp.asarray(table_of(V, D, seed=k)) for k in range(2)]
-    params = {"tables": tables, "b": jnp.ones(D)}
+    params = {"tables": [*map(jnp.asarray, TABLES)], "b": jnp.ones(D)}
     step = dense_step_of(loss_fn, TXS[name], V)
     return run(step, params, TXS[name].init(params), batches())
+
+
+def by_rows(mesh, axis, capacity=None):
+    """A table of each layout; no number of devices here divides V."""
+    layouts = zip(TABLES, ("mod", "block"))
+    options: dict[str, Any] = dict(mesh=mesh, axis=axis, capacity=capacity)
+    return [shard_rows(t, layout=layout, **options) for t, layout in layouts]
+
+
+def specs_of(tree):
+    return [x.sharding.spec for x in jax.tree.leaves(tree)]
+
+
+# ------------------------------------------------------------------ sharded tables
 
 
 @pytest.mark.window
@@ -83,6 +102,7 @@ def trained_on_one_device(name):
         ("sgd", (2, 4), "x", 2, AxisType.Auto),  # over one of two axes
         ("momentum", (2, 2), ("d", "x"), 3, AxisType.Auto),
         ("clip, adam", (1, 2), "x", 1, AxisType.Explicit),  # sent twice
+        ("clip, adam", (4,), "columns", None, AxisType.Explicit),
         pytest.param(
             *("rowwise_adagrad", (2, 4), "x", 3, AxisType.Explicit),
             marks=pytest.mark.slow,
@@ -92,19 +112,20 @@ def trained_on_one_device(name):
 def test_equals_one_device(name, shape, axis, capacity, kind):
     mesh = mesh_of(shape, ("d", "x")[-len(shape) :], kind)
     tx = TXS[name] if name == "rowwise_adagrad" else sj.optim.lazy(TXS[name])
+    parts = [mesh.axis_names]
     with jax.set_mesh(mesh):
-        # One table of each layout; no number of devices here divides V.
-        tables = [
-            sj.parallel.shard_rows(
-                table_of(V, D, seed=k), mesh, axis, layout=layout, capacity=capacity
-            )
-            for k, layout in enumerate(("mod", "block"))
-        ]
+        if axis == "columns":
+            tables, parts = [shard_columns(t, mesh, "x") for t in TABLES], []
+        else:
+            tables = by_rows(mesh, axis, capacity)
         params = {"tables": tables, "b": place(mesh, np.ones(D, np.float32), None)}
         step: Any = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
-        split = [(place(mesh, ids, mesh.axis_names),) for (ids,) in batches()]
-        found, state, losses = run(step, params, tx.init(params), split)
+        split = [(place(mesh, ids, *parts),) for (ids,) in batches()]
+        before = params, tx.init(params)
+        found, state, losses = run(step, *before, split)
         assert step._cache_size() == 1
+    assert all(x.is_deleted() for x in jax.tree.leaves(before) if x.ndim == 2)
+    assert specs_of((found["tables"], state)) == specs_of((tables, before[1]))
     expected, _, dense_losses = trained_on_one_device(name)
     assert_close(losses, dense_losses)
     assert_close(whole(found["tables"]), expected["tables"])
@@ -114,7 +135,7 @@ def test_equals_one_device(name, shape, axis, capacity, kind):
 def test_updates_are_at_their_owners(name):
     """If somebody looks at them: each row once, ascending at its owner."""
     mesh, tx = mesh_of(2), sj.optim.lazy(TXS[name])
-    table = sj.parallel.shard_rows(table_of(V, D), mesh, "x", capacity=1)
+    table = shard_rows(TABLES[0], mesh, "x", capacity=1)
     params = {"tables": [table], "b": place(mesh, np.ones(D, np.float32))}
 
     @jax.jit
@@ -125,7 +146,7 @@ def test_updates_are_at_their_owners(name):
     (ids,) = batches()[1]
     updates = update(params, ids)["tables"][0]
     assert_at_owners(updates.values, table)
-    before = {"tables": [jnp.asarray(table_of(V, D))], "b": jnp.ones(D)}
+    before = {"tables": [jnp.asarray(TABLES[0])], "b": jnp.ones(D)}
     step = dense_step_of(loss_fn, TXS[name], V)
     after, *_ = step(before, TXS[name].init(before), ids)
     assert_close(whole(updates), after["tables"][0] - before["tables"][0])
@@ -133,8 +154,7 @@ def test_updates_are_at_their_owners(name):
 
 @pytest.mark.window
 def test_bfloat16_parts_are_summed_in_float32():
-    zeros = np.zeros((V, 1), jnp.bfloat16)
-    table = sj.parallel.shard_rows(zeros, mesh_of(), "x", capacity=1)
+    table = shard_rows(np.zeros((V, 1), jnp.bfloat16), mesh_of(), "x", capacity=1)
     tx: Any = sj.optim.lazy(optax.sgd(1.0))
 
     def loss(table, ids):
@@ -149,7 +169,7 @@ def test_bfloat16_parts_are_summed_in_float32():
 
 @pytest.mark.slow
 def test_a_scaled_loss_and_the_norm_of_a_gradient():
-    params: Any = {"t": sj.parallel.shard_rows(table_of(V, D), mesh_of(), "x")}
+    params: Any = {"t": shard_rows(TABLES[0], mesh_of(), "x")}
     tx: Any = sj.optim.dynamic_loss_scale(sj.optim.lazy(optax.sgd(0.1)))
     (ids,) = batches()[0]
     loss = lambda t: jnp.sum(sj.lookup(t, ids, mode="zero") ** 2)
@@ -162,50 +182,246 @@ def test_a_scaled_loss_and_the_norm_of_a_gradient():
         return optax.apply_updates(params, updates), norm
 
     new, norm = step(params, tx.init(params))
-    want = np.asarray(jax.jit(jax.grad(loss))(table_of(V, D)))
-    assert_close(whole(new)["t"], table_of(V, D) - 0.1 * want)
+    want = np.asarray(jax.jit(jax.grad(loss))(TABLES[0]))
+    assert_close(whole(new)["t"], TABLES[0] - 0.1 * want)
     assert_close(norm, np.linalg.norm(want))
 
 
-# ------------------------------------------------------------------ state
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_state_made_inside_jit(kind):
-    mesh = mesh_of(kind=kind)
-    # JAX writes arrays on every device in types with a part for each axis.
-    everywhere = [None] if kind == AxisType.Explicit else []
-    dense = place(mesh, np.ones(D, np.float32), *everywhere)
-    table = sj.parallel.shard_rows(table_of(V, D), mesh, "x")
-    params: Any = {"tables": [table], "b": dense}
-    tx = sj.optim.lazy(TXS["clip, adam"])
-    start = jax.jit(tx.init)(params)
-    same = tx.init(params)
-    assert jax.tree.structure(start) == jax.tree.structure(same)
-    for made, eager in zip(jax.tree.leaves(start), jax.tree.leaves(same)):
-        assert made.sharding.is_equivalent_to(eager.sharding, made.ndim)
-        assert made.committed
-        np.testing.assert_array_equal(made, eager)
-
-    step: Any = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
-    donated = [x for x in jax.tree.leaves(start) if x.ndim == 2]
-    run(step, params, start, [(place(mesh, *batches()[0], "x"),)] * 3)
-    assert step._cache_size() == 1
-    assert donated and all(x.is_deleted() for x in donated)
-
-
-def test_state_of_nested_optimizers_inside_jit():
-    table = sj.parallel.shard_rows(table_of(V, D), mesh_of(kind=AxisType.Explicit), "x")
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_state_made_inside_jit_lies_with_its_table(kind):
+    table = shard_rows(TABLES[0], mesh_of(kind=kind), "x")
     params = {"t": table, "b": jnp.ones(D)}
-    rows = optax.chain(optax.scale(0.5), sj.optim.lazy(optax.adagrad(0.1)))
-    parts: Any = {"rows": rows, "dense": optax.adam(0.1)}
-    both = optax.partition(parts, {"t": "rows", "b": "dense"})
+    rows = optax.chain(optax.scale(0.5), sj.optim.lazy(optax.adam(0.1)))
+    both = optax.partition(
+        {"rows": rows, "dense": optax.adam(0.1)}, {"t": "rows", "b": "dense"}
+    )
     own = sj.optim.rowwise_adagrad(0.1)  # a number a row
     for tx, tree in ((both, params), (own, table)):
-        state = jax.jit(tx.init)(tree)
+        made, eager = jax.jit(tx.init)(tree), tx.init(tree)
+        assert jax.tree.structure(made) == jax.tree.structure(eager)
+        pairs = [*zip(jax.tree.leaves(made), jax.tree.leaves(eager))]
         stored = table.values.shape[:1]
-        sharded = [x for x in jax.tree.leaves(state) if x.shape[:1] == stored]
-        assert sharded
-        for leaf in sharded:
-            assert leaf.sharding.is_equivalent_to(table.values.sharding, leaf.ndim)
+        assert [x for x, _ in pairs if x.shape[:1] == stored]
+        for x, y in pairs:
+            assert_same_bits(x, y)
+            if x.shape[:1] == stored:
+                for leaf in (x, y):
+                    at = table.values.sharding
+                    assert leaf.committed and leaf.sharding.is_equivalent_to(at, x.ndim)
+
+
+# ------------------------------------------------------------------ columns
+
+
+def compiled_step_of_columns(loss_fn, width=16, height=10_007):
+    params = shard_columns(table_of(height, width), mesh_of(), "x")
+    tx = sj.optim.lazy(optax.adam(0.1))
+    step = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
+    ids = place(mesh_of(), jnp.arange(N_IDS))
+    return step.lower(params, tx.init(params), ids).compile(), params.nbytes // N
+
+
+def test_the_update_of_columns_is_local_and_in_place():
+    loss = lambda table, ids: jnp.sum(jnp.sin(sj.lookup(table, ids)))
+    compiled, part = compiled_step_of_columns(loss)
+    # The loss is a sum over columns: one number. Nothing else moves.
+    found = sj.viz.wire_bytes(compiled)
+    assert found.total == 2 * 4 * (N - 1) // N, found
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 3 * part  # the table and both moments
+    assert memory.temp_size_in_bytes < part / 2
+
+
+def test_columns_are_sent_to_the_devices_whose_batch_it_is():
+    rows_of = NamedSharding(mesh_of(), P("x"))
+
+    def loss(table, ids):
+        rows = jax.lax.with_sharding_constraint(sj.lookup(table, ids), rows_of)
+        return jnp.sum(jnp.linalg.norm(rows, axis=1))  # wants whole rows
+
+    found = sj.viz.wire_bytes(compiled_step_of_columns(loss)[0])
+    rows = 2 * (N_IDS * 16 * 4 // N) * (N - 1) // N  # there and back
+    assert found.by_kind["all-to-all"] == rows, found
+    # XLA may gather the ids for each of their uses, but nothing else.
+    assert found.total - rows <= 4 * (N_IDS * 4) * (N - 1) // N + 8, found
+
+
+# ------------------------------------------------------------------ data_parallel
+
+
+@pytest.mark.parametrize(
+    ("capacity", "kind"),
+    [
+        ("no call", AxisType.Explicit),  # the result of jax.make_mesh
+        (None, AxisType.Auto),
+        (8, AxisType.Explicit),
+        pytest.param("sharded", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("sharded", AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+)
+def test_data_parallel_equals_one_device(capacity, kind):
+    mesh, tx = mesh_of(kind=kind), sj.optim.lazy(TXS["clip, adam"])
+
+    def value_and_grad(loss_fn):
+        def run(params, batch):
+            loss, grads = sj.value_and_grad(loss_fn)(params, batch)
+            if capacity in (None, 8):
+                grads = sj.parallel.pmean(grads, "x", capacity=capacity)
+            return loss, grads
+
+        return run
+
+    tables: Any = [*map(jnp.asarray, TABLES)]
+    if capacity == "sharded":
+        tables = [by_rows(mesh, "x")[0], shard_columns(TABLES[1], mesh, "x")]
+    params = {"tables": tables, "b": jnp.ones(D)}
+    specs = [P("x"), P(None, "x")]
+    step = step_of(loss_fn, tx, value_and_grad)
+    step = sj.parallel.data_parallel(step, mesh, "x")
+    found, state, losses = run(step, params, tx.init(params), batches()[:-1])
+    before = found["tables"][1]
+    found, state, last = run(step, found, state, batches()[-1:])
+    assert before.is_deleted()  # given away
+    expected, _, dense_losses = trained_on_one_device("clip, adam")
+    assert_close(np.append(losses, last), dense_losses)
+    assert_close(whole(found["tables"]), expected["tables"])
+    if capacity == "sharded":
+        assert [x.spec for x in map(_sharding, found["tables"])] == specs
+        return
+    for leaf in jax.tree.leaves((found, state)):
+        assert leaf.sharding.is_fully_replicated and len(leaf.devices()) == N
+
+    compiled = step.lower(found, state, *batches()[0]).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= 6 * V * D * 4
+    wire = sj.viz.wire_bytes(compiled, branch=min).by_kind
+    ids, rows = 4 * N_IDS, 2 * 4 * N_IDS * D  # both tables are read by the same ids
+    if capacity == "no call":
+        assert wire["all-reduce"] <= 2 * rows * (N - 1) // N + 200
+        assert wire["all-gather"] <= ids * (N - 1) // N
+    elif capacity is None:
+        assert wire["all-gather"] == (ids + rows) * (N - 1) // N
+        assert wire["all-reduce"] <= 200  # loss and dense gradients
+    else:
+        assert wire["all-gather"] == 2 * (N - 1) * capacity * (4 + 4 * D)
+
+
+def _sharding(table):
+    return getattr(table, "values", table).sharding
+
+
+def test_what_is_split_and_what_stays():
+    mesh = mesh_of((2, 2), ("x", "y"))
+    seen = {}
+
+    def step(params, state, batch, scale):
+        jax.debug.inspect_array_sharding(
+            batch["ids"], callback=lambda s: seen.update(ids=s)
+        )
+        total = jnp.sum(batch["ids"]) * scale + jnp.sum(batch["odd"])
+        return jax.tree.map(lambda p: p + total, params), state
+
+    cut = NamedSharding(mesh, P(None, "y"))
+    params = {"a": jax.device_put(jnp.ones((3, 2)), cut), "b": np.ones(3, np.float32)}
+    run = sj.parallel.data_parallel(step, mesh, "x", donate=False)
+    batch = {"ids": np.ones((4, 3), np.float32), "odd": np.ones(3, np.float32)}
+    found, state = run(params, (), batch, 2.0)
+    assert state == ()
+    assert found["a"].sharding.spec == cut.spec
+    assert found["b"].sharding.is_fully_replicated
+    np.testing.assert_array_equal(found["b"], 1 + 2 * 12 + 3)
+    assert seen["ids"].shard_shape((4, 3)) == (2, 3)
+    assert not params["a"].is_deleted()
+
+
+# ------------------------------------------------------------------ psum and pmean
+
+
+def slots(per_device, seed=0):
+    """Rows of all devices in a row: duplicates, empty slots with NaN in them."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 12, N * per_device).astype(np.int32)
+    rows[::5] = V
+    rows[3] = -1
+    return make_rows(rows, V, (D,))[0]
+
+
+# At 2 slots the distinct rows of a device do not fit, and all slots are sent.
+@pytest.mark.window
+@pytest.mark.parametrize(
+    "capacity, vma, dtype",
+    [
+        (None, True, "float32"),
+        (None, False, "float32"),
+        (9, True, "bfloat16"),
+        (2, False, "float32"),
+    ],
+)
+def test_sum_over_devices(capacity, vma, dtype):
+    mesh, g = mesh_of(), slots(10).astype(dtype)
+
+    def both(g):
+        total = sj.parallel.psum(g, "x", capacity=capacity)
+        return total, sj.parallel.pmean({"t": g}, "x", capacity=capacity)
+
+    mapped = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=vma)
+    )
+    total, mean = mapped(g)
+    assert total.capacity == N * 10 and total.dtype == dtype
+    np.testing.assert_array_equal(total.to_dense(), g.to_dense())
+    np.testing.assert_array_equal(mean["t"].to_dense(), g.to_dense() / N)
+    for shard in total.values.addressable_shards:  # replicas stay equal
+        assert_same_bits(shard.data, total.values)
+    wire = sj.viz.wire_bytes(mapped.lower(g).compile(), branch=min).by_kind
+    sent = {None: 10, 9: 9, 2: 2}[capacity]
+    assert wire["all-gather"] == (N - 1) * sent * (4 + total.dtype.itemsize * D)
+    over_vmap = lambda rows, values: sj.parallel.psum(
+        sj.SelectedRows(rows, values, V), "i", capacity=capacity
+    )
+    found = jax.vmap(over_vmap, axis_name="i", out_axes=None)(
+        g.rows.reshape(N, 10), g.values.reshape(N, 10, D)
+    )
+    np.testing.assert_array_equal(found.to_dense(), g.to_dense())
+
+
+@pytest.mark.window
+@pytest.mark.parametrize("vma", [True, False])
+def test_a_step_under_shard_map_equals_one_device(vma):
+    # With check_vma JAX has summed the gradient of `w` over the devices already, and
+    # the gradient of the table varies over them.
+    mesh, axes = mesh_of((2, 2), ("a", "b")), ("a", "b")
+    params = {"t": jnp.ones((V, D)), "w": jnp.arange(1.0, D + 1)}
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 40, N_IDS))
+    loss = lambda p, ids: jnp.mean((p["t"][ids] @ p["w"]) ** 2)
+
+    def run(params, ids):
+        value, g = sj.value_and_grad(loss)(params, ids)
+        tree = {"loss": value, **g, "none": None}
+        totals = sj.parallel.psum({**tree, "n": 1}, axes)
+        part = sj.parallel.pmean(1.0 * ids, "b")
+        return sj.parallel.pmean(tree, axes), totals, part
+
+    specs: Any = dict(in_specs=(P(), P(axes)), check_vma=vma)
+    specs["out_specs"] = P(), P(), P("a")
+    means, totals, part = jax.jit(jax.shard_map(run, mesh=mesh, **specs))(params, ids)
+    value, want = jax.value_and_grad(loss)(params, ids)
+    want = {"loss": value, **want, "none": None}
+    assert_trees_close(whole(means), want)
+    assert int(totals.pop("n")) == N
+    assert_trees_close(whole(totals), jax.tree.map(lambda x: x * N, want))
+    np.testing.assert_array_equal(part, ids.reshape(2, 2, -1).mean(1).reshape(-1))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_rows_of_the_whole_batch_are_only_gathered(kind):
+    """Under `jax.set_mesh`, JAX's own mesh shows that the axis spans devices."""
+    mesh, g = mesh_of(kind=kind), slots(10)
+    split = jax.device_put(g, NamedSharding(mesh, P("x")))
+    both = lambda g: sj.parallel.psum({"g": g, "n": jnp.ones(())}, "x", capacity=9)
+    with jax.set_mesh(mesh):
+        found = jax.jit(both)(split)
+        with pytest.raises(ValueError):
+            sj.parallel.psum(g, "y")
+    assert found["g"].values.sharding.is_fully_replicated
+    np.testing.assert_array_equal(found["g"].to_dense(), g.to_dense())
+    assert float(found["n"]) == 1.0

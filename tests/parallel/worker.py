@@ -1,18 +1,12 @@
-"""One of several processes that train a sharded table together, or one to be killed.
+"""Programs that the tests run in processes of their own.
 
-`python worker.py train PORT PROCESS DIRECTORY` trains with a second process
-and saves the weights. `python worker.py crash DIRECTORY KILLS` saves and
-is killed, again and again. The tests import the models and batches from here, to
-train them on one device.
+`python worker.py train PORT PROCESS DIRECTORY` trains with a second process and saves
+the weights. `... compare PORT PROCESS DIRECTORY` compares the saves of two runs of
+examples/restart.py. `python worker.py save DIRECTORY` saves until it is killed.
 """
 
 import os
-import pathlib
-import random
-import signal
 import sys
-import time
-import warnings
 
 
 if __name__ == "__main__":  # before JAX is imported
@@ -25,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-import one_device
 import sparsejax as sj
+from examples import restart
+from one_device import step_of
 
 
 PROCESSES, DEVICES = 2, 4
@@ -35,10 +31,6 @@ HEIGHT, WIDTH, BATCH, STEPS = 37, 4, 24, 5  # rows that 4 devices do not share e
 KINDS = ("zipf", "adversarial")
 OPTIMIZERS = {"sgd": optax.sgd(0.1), "adam": optax.adam(0.1)}
 TABLE_STEP, BLOCK_STEP, STATE_STEP = 5, 6, 7
-CRASH_HEIGHT, CRASH_PATIENCE = 100_001, 60  # rows; seconds
-
-
-# ------------------------------------------------------------------ training
 
 
 def batches(kind):
@@ -65,52 +57,45 @@ def loss_fn(params, ids, targets):
     return jnp.mean((rows @ params["dense"] - targets) ** 2)
 
 
-def tables_of(state):
-    """The values of the tables in an optimizer's state."""
-    is_table = lambda x: isinstance(x, sj.parallel.ShardedTable)
-    leaves = jax.tree.leaves(state, is_leaf=is_table)
-    return [x.values for x in leaves if is_table(x)]
-
-
-# ------------------------------------------------------------------ many processes
+def connected(port, process):
+    """The mesh of the devices of both processes."""
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
+    mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,))
+    assert [d.process_index for d in mesh.devices.flat] == [0, 0, 1, 1]
+    return mesh
 
 
 def train(port, process, directory):
     """Trains every kind of ids with every optimizer; saves all tables and losses."""
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=auto)
-    assert [d.process_index for d in mesh.devices.flat] == [0, 0, 1, 1]
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
-    repeated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    mesh = connected(port, process)
+    split, repeated = (NamedSharding(mesh, spec) for spec in (P("x"), P()))
     mine = slice(process * BATCH // PROCESSES, (process + 1) * BATCH // PROCESSES)
     share = lambda x: jax.make_array_from_process_local_data(split, x[mine])
     table, dense = initial()
 
+    def params():
+        sharded = sj.parallel.shard_rows(table, mesh, "x")
+        return {"table": sharded, "dense": jax.device_put(dense, repeated)}
+
     trained = {}
     for name, tx in OPTIMIZERS.items():
         tx = sj.optim.lazy(tx)
-        step = jax.jit(one_device.step_of(loss_fn, tx), donate_argnums=(0, 1))
+        step = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
         for kind in KINDS:
-            params = {
-                "table": sj.parallel.shard_rows(table, mesh, "x"),
-                "dense": jax.device_put(dense, repeated),
-            }
             # Either way its state lies with the table.
-            init = tx.init if kind == "zipf" else jax.jit(tx.init)
-            state, losses = init(params), []
+            init, found = tx.init if kind == "zipf" else jax.jit(tx.init), params()
+            state, losses = init(found), []
             for ids, targets in batches(kind):
-                params, state, value = step(params, state, share(ids), share(targets))
+                found, state, value = step(found, state, share(ids), share(targets))
                 losses.append(float(value))
             losses = np.array(losses, np.float32)
-            trained[f"{name} {kind}"] = {"params": params, "losses": losses}
+            trained[f"{name} {kind}"] = {"params": found, "losses": losses}
 
     # All processes get the ids of all devices; the cleared state fits the next step.
     tx = sj.optim.track_changes(sj.optim.lazy(OPTIMIZERS["sgd"]))
-    step = jax.jit(one_device.step_of(loss_fn, tx), donate_argnums=(0, 1))
-    sharded = sj.parallel.shard_rows(table, mesh, "x")
-    tracked = {"table": sharded, "dense": jax.device_put(dense, repeated)}
+    step = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
+    tracked = params()
     marks = tx.init(tracked)
     for ids, targets in batches("zipf"):
         tracked, marks, _ = step(tracked, marks, share(ids), share(targets))
@@ -119,79 +104,68 @@ def train(port, process, directory):
 
     spec = jax.ShapeDtypeStruct(table.shape, table.dtype)
     block = sj.parallel.shard_rows(spec, mesh, "x", layout="block")
-    as_block = jax.tree.map(lambda x: x, trained)
-    for run in as_block.values():
-        run["params"] = {**run["params"], "table": block}
+    as_block = {
+        name: {**run, "params": {**run["params"], "table": block}}
+        for name, run in trained.items()
+    }
     with ocp.CheckpointManager(directory) as manager:
         batch = {"batch": STEPS}
         sj.parallel.save(manager, trained, step=TABLE_STEP, custom_metadata=batch)
         as_block = sj.parallel.restore(manager, as_block)
         sj.parallel.save(manager, as_block, step=BLOCK_STEP)
-        sj.parallel.save(manager, (params, state), step=STATE_STEP)
+        sj.parallel.save(manager, (found, state), step=STATE_STEP)
         # Into state of each process: it goes where the table goes.
         nowhere = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-        found = sj.parallel.restore(manager, (params, nowhere), step=STATE_STEP)[1]
-        assert len(tables_of(found)) == 2  # Adam's moments
-        for a, b in zip(tables_of(found), tables_of(state), strict=True):
-            assert a.sharding == params["table"].values.sharding
+        restored = sj.parallel.restore(manager, (found, nowhere), step=STATE_STEP)[1]
+        pairs = zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+        moments = [(a, b) for a, b in pairs if b.shape == found["table"].values.shape]
+        assert len(moments) == 2  # Adam's
+        for a, b in moments:
+            assert a.sharding == found["table"].values.sharding
             for x, y in zip(a.addressable_shards, b.addressable_shards, strict=True):
                 assert np.asarray(x.data).tobytes() == np.asarray(y.data).tobytes()
     jax.distributed.shutdown()
 
 
-# ------------------------------------------------------------------ killed
+def compare(port, process, directory):
+    """Asserts that two runs of examples/restart.py --store saved the same bits."""
+    mesh = connected(port, process)
+    found = []
+    for folder in ("run", "uninterrupted"):
+        store = sj.store.KVStore(mesh)
+        store.init("table", (restart.V, restart.D), optax.adagrad(0.1))
+        dense = jax.device_put(
+            np.zeros(restart.D, np.float32), NamedSharding(mesh, P())
+        )
+        params = {"table": store["table"], "dense": dense}
+        like = params, restart.tx.init(params), 0, restart.make_loader().get_state()
+        params, state, step, _ = store.load(f"{directory}/{folder}/model", like)
+        assert step == restart.STEPS and np.all(np.asarray(params["dense"]) != 1)
+        leaves = store.pull_all("table"), params["dense"], jax.tree.leaves(state)
+        found.append([np.asarray(x).tobytes() for x in jax.tree.leaves(leaves)])
+    assert found[0] == found[1]
+    jax.distributed.shutdown()
 
 
 def contents(step):
     """A tree whose values are all the number of its step."""
-    return {"table": np.full((CRASH_HEIGHT, 16), step, np.float32), "step": step}
+    return {"table": np.full((100_001, 16), step, np.float32), "step": step}
 
 
-def save_on_and_on(directory):
-    """Goes on from the latest checkpoint, and saves until it is killed."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def sharded(step):
-        tree = contents(step)
-        return {**tree, "table": sj.parallel.shard_rows(tree["table"], mesh, "x")}
-
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, cleanup_tmp_directories=True)
+def save(directory):
+    """Saves until it is killed."""
+    mesh, step = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), 0
+    options = ocp.CheckpointManagerOptions(max_to_keep=2)
     with ocp.CheckpointManager(directory, options=options) as manager:
-        step = manager.latest_step() or 0
-        if step:
-            assert sj.parallel.restore(manager, sharded(0))["step"] == step
         while True:
             step += 1
-            sj.parallel.save(manager, sharded(step), step=step)
-
-
-def crash(directory, kills):
-    """Forks a process that saves, kills it in the midst of a save; `kills` times."""
-    draw = random.Random(0)
-    for _ in range(kills):
-        child = os.fork()
-        if not child:
-            save_on_and_on(directory)
-        # A save is under way while its directory has a name that is not final. First
-        # comes one that is: each life gets some steps further.
-        seen, deadline = set(), time.monotonic() + CRASH_PATIENCE
-        while time.monotonic() < deadline:
-            unfinished = set(pathlib.Path(directory).glob("*orbax-checkpoint-tmp*"))
-            if unfinished - seen and len(seen) > 2:
-                break
-            seen |= unfinished
-            time.sleep(0.001)
-        time.sleep(draw.uniform(0, 0.02))
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        left = list(pathlib.Path(directory).glob("*orbax-checkpoint-tmp*"))
-        print("killed; unfinished saves left behind:", len(left), flush=True)
+            tree = contents(step)
+            tree["table"] = sj.parallel.shard_rows(tree["table"], mesh, "x")
+            sj.parallel.save(manager, tree, step=step)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "train":
-        train(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
-    else:
-        # Until a child uses it, JAX has started no thread: it may be forked.
-        warnings.filterwarnings("ignore", "os.fork")
-        crash(sys.argv[2], int(sys.argv[3]))
+    command, *args = sys.argv[1:]
+    {"train": train, "compare": compare, "save": save}[command](
+        *(int(x) if x.isdigit() else x for x in args)
+    )

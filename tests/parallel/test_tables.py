@@ -1,17 +1,19 @@
-"""Which device stores which row: layouts, and tables made from arrays and functions."""
+"""ShardedTable: which device stores which row, and how it acts in Python."""
 
+import copy
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from helpers import whole
-from one_device import mesh_of, place, table_of
+from helpers import assert_same_bits, whole
+from one_device import assert_close, mesh_of, place, table_of
 
 
 pytestmark = pytest.mark.usefixtures("eight_devices")
@@ -19,12 +21,15 @@ pytestmark = pytest.mark.usefixtures("eight_devices")
 V, D = 101, 4
 TABLE = table_of(V, D)
 BOTH = ("d", "x")
-shard_rows = sj.parallel.shard_rows
+shard_rows, shard_columns = sj.parallel.shard_rows, sj.parallel.shard_columns
 
 
 def by_table(num_groups):
     groups = tuple(k % num_groups for k in range(4))
     return sj.parallel.TableWise((50, 1, 0, 50), groups, num_groups)
+
+
+# ------------------------------------------------------------------ layouts
 
 
 @pytest.mark.parametrize(
@@ -113,22 +118,20 @@ def test_abstract_table():
 
 @pytest.mark.window
 @pytest.mark.parametrize("layout", ["mod", "block"])
-def test_function_of_ids(layout):
+def test_a_function_of_ids_is_asked_for_each_row_once(layout):
     asked = []
 
     def rows(ids):
         asked.append(list(ids))
         return np.stack([TABLE[k] for k in ids])  # fails for no ids
 
-    table = shard_rows(rows, mesh_of(), "x", layout=layout, height=5)
-    np.testing.assert_array_equal(table.to_dense(), TABLE[:5])
+    make: Any = functools.partial(shard_rows, mesh=mesh_of(), axis="x")
+    np.testing.assert_array_equal(
+        make(rows, layout=layout, height=5).to_dense(), TABLE[:5]
+    )
     # The first call is for the shape and the dtype.
     assert asked[0] == [0] and sorted(sum(asked[1:], [])) == [0, 1, 2, 3, 4]
     assert all(asked)
-
-
-def test_function_of_ids_gives_a_row_for_each():
-    make: Any = functools.partial(shard_rows, mesh=mesh_of(), axis="x", height=9)
     words = np.full((3, 2), "a")
     for wrong, error in (
         (lambda ids: np.ones((len(ids), 1 + int(ids[0] > 0))), ValueError),
@@ -136,12 +139,11 @@ def test_function_of_ids_gives_a_row_for_each():
         (lambda ids: words[ids % 3], TypeError),
     ):
         with pytest.raises(error):
-            make(wrong)
+            make(wrong, layout=layout, height=9)
 
 
 def test_columns():
     mesh, sharding = mesh_of(), NamedSharding(mesh_of(), P(None, "x"))
-    shard_columns = sj.parallel.shard_columns
     for x in (TABLE, jnp.asarray(TABLE)):
         found = shard_columns(x, mesh, "x")
         assert found.sharding == sharding
@@ -152,6 +154,85 @@ def test_columns():
     spec = jax.ShapeDtypeStruct((V, D), jnp.bfloat16)
     found = shard_columns(spec, mesh, "x")
     assert (found.shape, found.dtype, found.sharding) == ((V, D), spec.dtype, sharding)
-    for shard in (shard_rows, shard_columns):
-        with pytest.raises(ValueError, match="AbstractMesh"):
-            shard(np.ones((8, 4)), AbstractMesh((4,), ("x",)), "x")
+    with pytest.raises(ValueError, match="AbstractMesh"):
+        shard_columns(np.ones((8, 4)), AbstractMesh((4,), ("x",)), "x")
+
+
+# ------------------------------------------------------------------ in Python
+
+
+def loss_fn(table, ids):
+    return jnp.sum(jnp.sin(sj.lookup(table, ids, mode="zero")))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
+def test_gradients_are_summed_by_hand():
+    table = shard_rows(TABLE, mesh_of(), "x")
+    all_ids = np.array([[0, 5, 5, 12, 1, 0, 7, -1], [12, 12, 3, 2, 5, 999, 0, 4]])
+    find, find_dense = (jax.jit(grad(loss_fn)) for grad in (sj.grad, jax.grad))
+    a, b = (find(table, ids) for ids in all_ids)
+    want_a, want_b = (np.asarray(find_dense(TABLE, ids)) for ids in all_ids)
+    mean = jax.jit(lambda a, b: (a + b) / 2)(a, b)
+    assert isinstance(mean.values, sj.parallel.ShardedRows)
+    pairs = [
+        ((want_a + want_b) / 2, mean),
+        (want_a - want_b, a - b),
+        (-3 * want_a, -(np.float32(3) * a)),
+        (want_a + want_b, sum([a, b])),
+        (TABLE + want_a, table + a),
+        (want_a - TABLE, a - table),
+        (TABLE * TABLE, table * table),
+    ]
+    assert_close(whole([found for _, found in pairs]), [want for want, _ in pairs])
+    # One step of the sum is one step of the dense sum.
+    tx = optax.sgd(0.1)
+    updates, _ = sj.optim.lazy(tx).update(mean, tx.init(table), table)
+    new: Any = optax.apply_updates(table, updates)
+    assert_close(whole(new), TABLE - 0.1 * pairs[0][0])
+
+
+def test_arithmetic_is_of_tables_that_are_sharded_alike():
+    table: Any = shard_rows(TABLE, mesh_of(), "x")
+    half = table.map(lambda v: v.astype(jnp.bfloat16)) * jnp.float32(0.5)
+    assert half.dtype == jnp.bfloat16
+    with pytest.raises(ValueError, match="differ"):
+        print(table + shard_rows(TABLE, mesh_of(), "x", layout="block"))
+    for refused in (
+        # Rows of padding are zero.
+        lambda: table + 1,
+        lambda: 1.5 - table,
+        lambda: table * np.ones(D),
+        lambda: table + "a",
+        # The whole table.
+        lambda: jnp.ones((V, D)) + table,
+        lambda: jnp.ones(D) @ table,
+        lambda: table @ jnp.ones(D),
+        lambda: float(table),
+        # Without an end.
+        lambda: list(table),
+        lambda: 3 in table,
+    ):
+        with pytest.raises(TypeError):
+            refused()
+    assert not hasattr(table, "T")
+
+
+def test_copies():
+    table = shard_rows(TABLE, mesh_of(kind=AxisType.Explicit), "x")
+    shallow, deep = copy.copy(table), copy.deepcopy(table)
+    assert shallow.values is table.values and deep.values is not table.values
+    assert jax.tree.structure(deep) == jax.tree.structure(table)
+    assert_same_bits(deep.values, table.values)
+    assert table[...] is table
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("loose_promotion")
+def test_rows_without_columns():
+    table, tx = shard_rows(TABLE[:, :0], mesh_of(), "x"), sj.optim.lazy(optax.sgd(0.1))
+    step: Any = lambda table: tx.update(
+        sj.grad(loss_fn)(table, np.arange(8)), tx.init(table), table
+    )
+    for updates, _ in step(table), jax.jit(step)(table):
+        assert updates.to_dense().shape == (V, 0)
