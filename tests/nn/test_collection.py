@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.experimental import checkify
 
@@ -258,48 +257,6 @@ def test_stacks_that_were_pulled(params):
     got, want, g = run(pulled, params)
     assert_trees_close(got, want)
     np.testing.assert_array_equal(g.rows, rows)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("loose_promotion")  # optax's
-def test_26_tables_take_the_dense_steps():
-    """As of a DLRM: from 2 rows to as many as all others have, one gradient."""
-    heights = [2, 2477, *range(91, 115)]
-    layer = sj.nn.EmbeddingCollection({f"C{k}": (n, D) for k, n in enumerate(heights)})
-    rng = np.random.default_rng(0)
-    batches = [
-        {f"C{k}": rng.integers(0, n, 24) for k, n in enumerate(heights)}
-        for _ in range(2)
-    ]
-
-    def loss(layer, params, ids):
-        x = jnp.stack(list(layer(params, ids).values()), axis=1)
-        return jnp.mean(jnp.sin(jnp.einsum("bid,bjd->bij", x, x)))
-
-    def train(layer, params, value_and_grad, tx):
-        @jax.jit
-        def step(params, state, ids):
-            value, grads = value_and_grad(lambda p: loss(layer, p, ids))(params)
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state, value
-
-        state, losses = tx.init(params), []
-        for ids in batches:
-            params, state, value = step(params, state, ids)
-            losses.append(value)
-        assert step._cache_size() == 1
-        return params, losses
-
-    params = jax.jit(layer.init)(jax.random.key(0))
-    grad = sj.grad(lambda params, ids: loss(layer, params, ids))
-    (spec,) = jax.eval_shape(grad, params, batches[0]).values()
-    assert isinstance(spec, sj.SelectedRows) and spec.capacity == 26 * 24
-    assert_no_dense(grad, params, batches[0], heights=[sum(heights)])
-    tx, tables = optax.adagrad(0.1), layer.unstack(params)
-    found, losses = train(layer, params, sj.value_and_grad, sj.optim.lazy(tx))
-    apart = dataclasses.replace(layer, stacked=False)
-    want = train(apart, tables, jax.value_and_grad, tx)
-    assert_trees_close((layer.unstack(found), losses), want, rtol=1e-4, atol=1e-6)
 
 
 # ------------------------------------------------------------------ one table

@@ -316,39 +316,3 @@ def test_bytes_of_a_step():
     assert wide["s32"] == narrow["s32"] and wide["u16"] == 0
     assert lookup == (4 - 1) * 80 * (4 + 32 * 4)
     assert narrow_lookup == (4 - 1) * 80 * (4 + 32 * 2)
-
-
-@pytest.mark.slow
-def test_trains_to_the_loss_of_float32():
-    """Two towers, with in-batch softmax."""
-    mesh, sizes = mesh_of(8), {"user": 301, "item": 211}
-    users, more = np.random.default_rng(0).zipf(1.3, (2, 4_000))
-    pairs = np.stack([users % 301, (users + more % 8) % 211], axis=1).astype(np.int32)
-    some = np.random.default_rng(0).integers(0, len(pairs), (40, 64))
-    batches = [{"user": x[:, 0], "item": x[:, 1]} for x in pairs[some]]
-
-    def loss_fn(params, batch):
-        user, item = (sj.lookup(params[name], batch[name]) for name in sizes)
-        ids = batch["item"]
-        return jnp.mean(sj.losses.in_batch_softmax_loss(user, item, candidate_ids=ids))
-
-    tx = sj.optim.lazy(optax.adam(0.01))
-    step = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
-
-    def train(wire_dtype):
-        params: Any = {
-            name: sj.parallel.shard_rows(
-                0.1 * table_of(n, D), mesh, "x", wire_dtype=wire_dtype
-            )
-            for name, n in sizes.items()
-        }
-        state, losses = tx.init(params), []
-        for batch in batches:
-            params, state, loss = step(params, state, place(mesh, batch, "x"))
-            losses.append(float(loss))
-        return np.array(losses)
-
-    wide, narrow = train(None), train(BF16)
-    assert wide[-10:].mean() < 0.97 * wide[0]  # it learns
-    np.testing.assert_allclose(narrow[-10:].mean(), wide[-10:].mean(), rtol=1e-3)
-    assert (narrow != wide).any()

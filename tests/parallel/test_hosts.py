@@ -1,6 +1,8 @@
 """Several processes, over loopback: they train as one does, and go on if one dies."""
 
+import concurrent.futures
 import contextlib
+import functools
 import os
 import re
 import signal
@@ -109,7 +111,7 @@ def latest_step(directory):
     return max(map(int, names), default=0)
 
 
-def run_hosts(directory, *options, with_a_death):
+def run_hosts(directory, options, with_a_death):
     """Runs examples/restart.py in two processes; may kill one, and start it again."""
     with contextlib.closing(socket.socket()) as s:
         s.bind(("127.0.0.1", 0))
@@ -144,8 +146,11 @@ def run_hosts(directory, *options, with_a_death):
 @pytest.mark.parametrize("options", [(), ("--store",)])
 def test_a_run_goes_on_after_a_host_has_died(tmp_path, options):
     """The weights are those of a run that was not interrupted."""
-    run_hosts(tmp_path / "run", *options, with_a_death=True)
-    run_hosts(tmp_path / "uninterrupted", *options, with_a_death=False)
+    run = functools.partial(run_hosts, options=options)
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # both at once
+        other = pool.submit(run, tmp_path / "uninterrupted", with_a_death=False)
+        run(tmp_path / "run", with_a_death=True)
+        other.result()
     if options:
         run_together(worker.__file__, "compare", directory=tmp_path)
         return
@@ -155,8 +160,8 @@ def test_a_run_goes_on_after_a_host_has_died(tmp_path, options):
     }
     trained = []
     for name in ("run", "uninterrupted"):
-        options = ocp.CheckpointManagerOptions(read_only=True)
-        with ocp.CheckpointManager(tmp_path / name, options=options) as manager:
+        read_only = ocp.CheckpointManagerOptions(read_only=True)
+        with ocp.CheckpointManager(tmp_path / name, options=read_only) as manager:
             like = (params, restart.tx.init(params))
             trained.append(sj.parallel.restore(manager, like))
     jax.tree.map(assert_same_bits, *trained)
