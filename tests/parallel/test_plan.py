@@ -271,7 +271,7 @@ def test_trained_on_one_device_and_on_eight():
 
     made = plan(params, mesh_of(8), batches[0], loss=loss_fn, layouts=layouts)
     assert [table.choice for table in made.tables] == list(layouts.values())
-    tx = sj.optim.lazy(optax.adam(0.05))
+    tx = sj.optim.lazy(optax.adagrad(0.05))
     step = jax.jit(step_of(loss_fn, tx), donate_argnums=(0, 1))
     trained = []
     for put, sharding in ((made.apply, made.batch_sharding), (lambda x: x, None)):

@@ -24,9 +24,10 @@ BOTH = ("d", "x")
 shard_rows, shard_columns = sj.parallel.shard_rows, sj.parallel.shard_columns
 
 
-def by_table(num_groups):
-    groups = tuple(k % num_groups for k in range(4))
-    return sj.parallel.TableWise((50, 1, 0, 50), groups, num_groups)
+def by_table(num_groups, heights=(50, 1, 0, 50)):
+    """A layout in which table k is on group `5 * k % num_groups`."""
+    groups = tuple(5 * k % num_groups for k in range(len(heights)))
+    return sj.parallel.TableWise(heights, groups, num_groups)
 
 
 # ------------------------------------------------------------------ layouts
@@ -42,65 +43,45 @@ def by_table(num_groups):
         ((8,), "x", by_table(8), AxisType.Auto),
         ((2, 4), "x", by_table(4), AxisType.Explicit),
         ((2, 2), BOTH, by_table(2), AxisType.Auto),
+        ((8,), "x", by_table(8, (7, 0, 3, 11, 2, 1)), AxisType.Auto),
+        ((2, 4), BOTH, by_table(2, (9, 4, 10, 0, 6)), AxisType.Auto),
+        ((1,), "x", by_table(1, (3, 0, 8)), AxisType.Auto),
+        ((4,), "x", by_table(1, (6, 7)), AxisType.Auto),
+        ((4,), "x", by_table(4, (0, 0)), AxisType.Auto),
     ],
 )
 def test_tables_of_arrays_of_functions_and_in_jit(shape, axis, layout, kind):
     mesh = mesh_of(shape, BOTH[-len(shape) :], kind)
+    by_group = isinstance(layout, sj.parallel.TableWise)
+    array = TABLE[: layout.height] if by_group else TABLE
+    height = len(array)
     with jax.set_mesh(mesh):
-        table = shard_rows(TABLE, mesh, axis, layout=layout)
-        by_ids = shard_rows(TABLE.__getitem__, mesh, axis, layout=layout, height=V)
-        inside = jax.jit(lambda t: shard_rows(t, mesh, axis, layout=layout))(TABLE)
-        for other in (by_ids, inside):
+        table = shard_rows(array, mesh, axis, layout=layout)
+        made = [jax.jit(lambda t: shard_rows(t, mesh, axis, layout=layout))(array)]
+        if height:
+            rows = array.__getitem__
+            made += [shard_rows(rows, mesh, axis, layout=layout, height=height)]
+        for other in made:
             np.testing.assert_array_equal(other.values, table.values)
             assert other.values.sharding == table.values.sharding
-        np.testing.assert_array_equal(whole(table), TABLE)
+        np.testing.assert_array_equal(whole(table), array)
         ids = place(mesh, np.arange(-2, 110), mesh.axis_names)
         position = table.position(ids)
         back = np.asarray(table.ids_at(position))
         ids, position = np.asarray(ids), np.asarray(position)
-        named = (ids >= 0) & (ids < V)
+        named = (ids >= 0) & (ids < height)
         stored = np.asarray(table.values)
-        np.testing.assert_array_equal(stored[position[named]], TABLE)
+        np.testing.assert_array_equal(stored[position[named]], array)
+        assert len({*position[named]}) == height
         assert (position[~named] == len(stored)).all()
-        np.testing.assert_array_equal(back, np.where(named, ids, V))
+        np.testing.assert_array_equal(back, np.where(named, ids, height))
     # No device holds more than its own rows.
     for shard in table.values.addressable_shards:
         assert shard.data.shape == (table.rows_per_shard, D)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_tables_on_different_devices(seed):
-    """All functions of the layout agree, in JAX and on the host."""
-    rng = np.random.default_rng(seed)
-    shards = int(rng.choice([1, 2, 4, 8]))
-    count = int(rng.choice([g for g in (1, 2, 4, 8) if shards % g == 0]))
-    heights = tuple(rng.integers(0, 12, rng.integers(1, 7)).tolist())
-    groups = tuple(rng.integers(0, count, len(heights)).tolist())
-    layout = sj.parallel.TableWise(heights, groups, count)
-    of = layout.height, shards
-    rows, ids = layout.per_shard(*of), np.arange(layout.height, dtype=np.int32)
-    slots = np.arange(shards * rows, dtype=np.int32)
-
-    @jax.jit
-    def run(ids, slots):
-        stored = layout.stored(ids + 1, *of)
-        in_order = layout.in_order(stored, *of)
-        return layout.position(ids, *of), layout.ids_at(slots, *of), stored, in_order
-
-    positions, back, stored, in_order = map(np.asarray, run(ids, slots))
-    np.testing.assert_array_equal(layout.position(ids, *of), positions)
-    np.testing.assert_array_equal(layout.ids_at(slots, *of), back)
-    expected = np.full(len(slots), layout.height)
-    expected[positions] = ids
-    assert len(set(positions)) == len(ids)
-    np.testing.assert_array_equal(np.minimum(back, layout.height), expected)
-    # The rows of a table are on the devices of its group.
-    table = np.repeat(np.arange(len(heights)), heights)
-    group = positions // rows // (shards // count)
-    np.testing.assert_array_equal(group, np.asarray(groups)[table])
-    want = np.where(expected < len(ids), expected + 1, 0)
-    np.testing.assert_array_equal(stored, want)
-    np.testing.assert_array_equal(in_order, np.arange(1, len(ids) + 1))
+    if by_group:  # The rows of a table are on the devices of its group.
+        devices = position[named] // max(table.rows_per_shard, 1)
+        group = devices // (table.num_shards // layout.num_groups)
+        np.testing.assert_array_equal(group, np.repeat(layout.groups, layout.heights))
 
 
 @pytest.mark.window

@@ -294,11 +294,12 @@ def test_data_parallel_equals_one_device(capacity, kind):
     compiled = step.lower(found, state, *batches()[0]).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= 6 * V * D * 4
     wire = sj.viz.wire_bytes(compiled, branch=min).by_kind
-    ids, rows = 4 * N_IDS, 2 * 4 * N_IDS * D  # both tables are read by the same ids
+    ids, rows = 4 * N_IDS, 2 * 4 * N_IDS * D
     if capacity == "no call":
         assert wire["all-reduce"] <= 2 * rows * (N - 1) // N + 200
-        assert wire["all-gather"] <= ids * (N - 1) // N
+        assert wire["all-gather"] <= 2 * ids * (N - 1) // N
     elif capacity is None:
+        # Both tables are read by the same ids.
         assert wire["all-gather"] == (ids + rows) * (N - 1) // N
         assert wire["all-reduce"] <= 200  # loss and dense gradients
     else:
@@ -363,25 +364,25 @@ def test_sum_over_devices(capacity, vma, dtype):
         total = sj.parallel.psum(g, "x", capacity=capacity)
         return total, sj.parallel.pmean({"t": g}, "x", capacity=capacity)
 
+    def of_vmap(rows, values):
+        g = sj.SelectedRows(rows, values, V)
+        return sj.parallel.psum(g, "i", capacity=capacity)
+
     mapped = jax.jit(
         jax.shard_map(both, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=vma)
     )
+    vmapped = jax.jit(jax.vmap(of_vmap, axis_name="i", out_axes=None))
     total, mean = mapped(g)
     assert total.capacity == N * 10 and total.dtype == dtype
-    np.testing.assert_array_equal(total.to_dense(), g.to_dense())
-    np.testing.assert_array_equal(mean["t"].to_dense(), g.to_dense() / N)
     for shard in total.values.addressable_shards:  # replicas stay equal
         assert_same_bits(shard.data, total.values)
+    found = total, mean["t"], vmapped(g.rows.reshape(N, 10), g.values.reshape(N, 10, D))
+    want = whole(g)
+    for x, y in zip(map(whole, found), (want, want / N, want), strict=True):
+        np.testing.assert_array_equal(x, y)
     wire = sj.viz.wire_bytes(mapped.lower(g).compile(), branch=min).by_kind
     sent = {None: 10, 9: 9, 2: 2}[capacity]
-    assert wire["all-gather"] == (N - 1) * sent * (4 + total.dtype.itemsize * D)
-    over_vmap = lambda rows, values: sj.parallel.psum(
-        sj.SelectedRows(rows, values, V), "i", capacity=capacity
-    )
-    found = jax.vmap(over_vmap, axis_name="i", out_axes=None)(
-        g.rows.reshape(N, 10), g.values.reshape(N, 10, D)
-    )
-    np.testing.assert_array_equal(found.to_dense(), g.to_dense())
+    assert wire["all-gather"] == (N - 1) * sent * (4 + 4 * D)
 
 
 @pytest.mark.window
@@ -407,7 +408,7 @@ def test_a_step_under_shard_map_equals_one_device(vma):
     value, want = jax.value_and_grad(loss)(params, ids)
     want = {"loss": value, **want, "none": None}
     assert_trees_close(whole(means), want)
-    assert int(totals.pop("n")) == N
+    assert int(totals.pop("n")) == (1 if vma else N)  # it does not vary
     assert_trees_close(whole(totals), jax.tree.map(lambda x: x * N, want))
     np.testing.assert_array_equal(part, ids.reshape(2, 2, -1).mean(1).reshape(-1))
 

@@ -1,8 +1,7 @@
 """Programs that the tests run in processes of their own.
 
 `python worker.py train PORT PROCESS DIRECTORY` trains with a second process and saves
-the weights. `... compare PORT PROCESS DIRECTORY` compares the saves of two runs of
-examples/restart.py. `python worker.py save DIRECTORY` saves until it is killed.
+the weights. `python worker.py save DIRECTORY` saves until it is killed.
 """
 
 import os
@@ -22,7 +21,6 @@ import orbax.checkpoint as ocp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import sparsejax as sj
-from examples import restart
 from one_device import step_of
 
 
@@ -57,18 +55,12 @@ def loss_fn(params, ids, targets):
     return jnp.mean((rows @ params["dense"] - targets) ** 2)
 
 
-def connected(port, process):
-    """The mesh of the devices of both processes."""
+def train(port, process, directory):
+    """Trains every kind of ids with every optimizer; saves all tables and losses."""
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", PROCESSES, process)
     mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,))
     assert [d.process_index for d in mesh.devices.flat] == [0, 0, 1, 1]
-    return mesh
-
-
-def train(port, process, directory):
-    """Trains every kind of ids with every optimizer; saves all tables and losses."""
-    mesh = connected(port, process)
     split, repeated = (NamedSharding(mesh, spec) for spec in (P("x"), P()))
     mine = slice(process * BATCH // PROCESSES, (process + 1) * BATCH // PROCESSES)
     share = lambda x: jax.make_array_from_process_local_data(split, x[mine])
@@ -127,26 +119,6 @@ def train(port, process, directory):
     jax.distributed.shutdown()
 
 
-def compare(port, process, directory):
-    """Asserts that two runs of examples/restart.py --store saved the same bits."""
-    mesh = connected(port, process)
-    found = []
-    for folder in ("run", "uninterrupted"):
-        store = sj.store.KVStore(mesh)
-        store.init("table", (restart.V, restart.D), optax.adagrad(0.1))
-        dense = jax.device_put(
-            np.zeros(restart.D, np.float32), NamedSharding(mesh, P())
-        )
-        params = {"table": store["table"], "dense": dense}
-        like = params, restart.tx.init(params), 0, restart.make_loader().get_state()
-        params, state, step, _ = store.load(f"{directory}/{folder}/model", like)
-        assert step == restart.STEPS and np.all(np.asarray(params["dense"]) != 1)
-        leaves = store.pull_all("table"), params["dense"], jax.tree.leaves(state)
-        found.append([np.asarray(x).tobytes() for x in jax.tree.leaves(leaves)])
-    assert found[0] == found[1]
-    jax.distributed.shutdown()
-
-
 def contents(step):
     """A tree whose values are all the number of its step."""
     return {"table": np.full((100_001, 16), step, np.float32), "step": step}
@@ -166,6 +138,6 @@ def save(directory):
 
 if __name__ == "__main__":
     command, *args = sys.argv[1:]
-    {"train": train, "compare": compare, "save": save}[command](
+    {"train": train, "save": save}[command](
         *(int(x) if x.isdigit() else x for x in args)
     )
