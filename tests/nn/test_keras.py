@@ -301,7 +301,8 @@ def test_learning_rates_of_callbacks():
     """Set by a callback with `inject_hyperparams`, or a schedule of optax."""
     x, y = _data()
     schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: 0.1 / 2**epoch)
-    by_callback = _compiled(optax.inject_hyperparams(optax.sgd)(learning_rate=0.1))
+    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    by_callback = _compiled(Optimizer(tx))
     by_callback.fit(x, y, 8, epochs=3, verbose=0, callbacks=[schedule])
     assert float(by_callback.optimizer.learning_rate) == pytest.approx(0.025)
     model = _compiled(optax.sgd(optax.exponential_decay(0.1, 3, 0.5, staircase=True)))
