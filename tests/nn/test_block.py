@@ -243,7 +243,7 @@ def test_merge_row_ids():
 class Bare(SparseBlock):
     """A block whose layer is not a dataclass field, and whose forward is given."""
 
-    def __init__(self, forward=None):
+    def __init__(self, forward: Any = None):
         self.item, self.forward = embedding(), forward
 
     def row_ids(self, inputs):

@@ -215,10 +215,10 @@ def test_options_and_forms_are_those_of_lookup_and_embedding_bag():
         dict(mode="zero", max_norm=0.5),
     ]
     combiners = "sum", "mean", "sqrtn", "max", "min", "logsumexp", "none"
-    padded = [dict(combiner="max", **x) for x in rows]
+    padded: list[dict[str, Any]] = [dict(combiner="max", **x) for x in rows]
     padded += [dict(combiner=x, mode="zero") for x in combiners]
     sums = sj.nn.EmbeddingBag(V, D, padding_id=0, mode="zero")
-    st = sj.SegmentTensor(flat, np.array(bags), 3, True)
+    st: Any = sj.SegmentTensor(flat, np.array(bags), 3, True)
     both = st.map(lambda ids: {"index": ids, "value": w.ravel()[:3]})
 
     @jax.jit
@@ -291,7 +291,7 @@ def test_every_form_of_input(layer):
         "leading axes": jnp.stack([array, array]),
         "ids alone": sj.SegmentTensor(st.values["index"], st.segment_ids, S, True),
     }
-    want = dict.fromkeys(["scipy", *forms], _plain_dense(params, array))
+    want: Any = dict.fromkeys(["scipy", *forms], _plain_dense(params, array))
     want["leading axes"] = jnp.stack([want["array"]] * 2)
     want["ids alone"] = _plain_dense(params, jnp.asarray(ones.toarray()))
     call = lambda params, forms: {k: layer(params, x) for k, x in forms.items()}
@@ -347,7 +347,7 @@ def test_all_layers_agree_on_row_ids(mode, want):
         traced = jax.jit(layer.row_ids)(jnp.asarray(ids))
         assert traced["embedding"].tolist() == want
     segment_ids = jnp.array([0, 0, 0, 0, 9])  # the last element is in no row
-    matrix = sj.SegmentTensor(jnp.asarray(ids), segment_ids, 3)
+    matrix: Any = sj.SegmentTensor(jnp.asarray(ids), segment_ids, 3)
     assert sj.nn.Dense(1, 4, mode=mode).row_ids(matrix)["kernel"].tolist() == want
     weighted = matrix.map(lambda ids: {"index": ids, "value": jnp.ones(5)})
     assert bag.row_ids(weighted)["embedding"].tolist() == want
@@ -370,9 +370,10 @@ def test_row_ids_of_other_types():
 
 def test_layers_are_static():
     ones = jax.nn.initializers.ones
+    zero: Any = np.int64(0)
     call = jax.jit(lambda layer, p, x: layer(p, x), static_argnums=0)
     for kind in (sj.nn.Embedding, sj.nn.EmbeddingBag):
-        layer = kind(V, D, padding_id=np.int64(0), param_dtype="float32")
+        layer = kind(V, D, padding_id=zero, param_dtype="float32")
         assert layer == kind(V, D, padding_id=0) != kind(V, D)
         assert hash(layer) == hash(kind(V, D, padding_id=0))
         drawn = kind(V, D, embedding_init=ones)

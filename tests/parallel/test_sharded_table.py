@@ -149,7 +149,7 @@ def loss_fn(table, ids):
 @pytest.mark.slow
 @pytest.mark.usefixtures("loose_promotion")
 def test_gradients_are_summed_by_hand():
-    table = shard_rows(TABLE, mesh_of(), "x")
+    table: Any = shard_rows(TABLE, mesh_of(), "x")
     all_ids = np.array([[0, 5, 5, 12, 1, 0, 7, -1], [12, 12, 3, 2, 5, 999, 0, 4]])
     find, find_dense = (jax.jit(grad(loss_fn)) for grad in (sj.grad, jax.grad))
     a, b = (find(table, ids) for ids in all_ids)
