@@ -230,14 +230,22 @@ def test_restored_it_goes_on_as_before(tmp_path, mapped):
         store.close()
 
 
-def test_a_saved_table_whose_header_has_no_keys(tmp_path):
+def test_damaged_saves_of_keys_are_refused(tmp_path):
     store, path = store_of(8), tmp_path / "saved"
-    insert(store, [4, 2], 0)
-    store.save(path)
-    rewrite(path, lambda header: header["tables"]["t"].pop("sightings"))
-    with pytest.raises(ValueError, match="of table 't', it has no sightings of keys"):
-        store.load(path)
-    assert store.find("t", [4, 2]).tolist() == [1, 0]
+    for message, change, arrays in (
+        (
+            "it has no sightings of keys",
+            lambda header: header["tables"]["t"].pop("sightings"),
+            {},
+        ),
+        ("a key has several rows", lambda header: None, {"keys.0": np.array([4, 4])}),
+    ):
+        insert(store, [4, 2], 0)
+        store.save(path)
+        rewrite(path, change, **arrays)
+        with pytest.raises(ValueError, match=f"of table 't', {message}"):
+            store.load(path)
+        assert store.find("t", [4, 2]).tolist() == [1, 0]
 
 
 def test_after_a_kill_a_row_without_a_key_is_free(tmp_path):
