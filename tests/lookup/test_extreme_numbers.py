@@ -1,5 +1,7 @@
 """Squares under a root neither overflow nor vanish; no search goes on for ever."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,30 +10,30 @@ import pytest
 import sparsejax as sj
 
 
-SIZES = pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20, 1e30])
+SIZES = pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 IDS = np.array([0, 0, 1])
 
 
 @SIZES
 def test_sqrtn_of_any_weights(size):
     weights = size * jnp.array([1.0, 1.0, 2.0])
-    x = jnp.array([[1.0], [3.0], [5.0]])
-    want = [[4 / np.sqrt(2)], [5.0]]
-    segmented = lambda w: sj.embedding_bag(
-        x, jnp.arange(3), IDS, 2, weights=w, combiner="sqrtn"
-    )
-    padded = lambda w: sj.embedding_bag(
-        x,
-        jnp.array([[0, 1], [2, -1]]),
-        weights=jnp.append(w, 7.0).reshape(2, 2),
-        combiner="sqrtn",
-        padding_id=-1,
-    )
-    reduced = lambda w: sj.segment_sqrtn(x, IDS, 2, weights=w)
-    for fun in (segmented, padded, reduced):
-        np.testing.assert_allclose(fun(weights), want, rtol=1e-6)
-        slope = jax.grad(lambda w, fun=fun: fun(w).sum())(weights)
-        half = 1 / np.sqrt(2)
+    x, padded = jnp.array([[1.0], [3.0], [5.0]]), jnp.array([[0, 1], [2, -1]])
+    bag = functools.partial(sj.embedding_bag, x, combiner="sqrtn")
+
+    @jax.jit
+    def run(w):
+        functions = (
+            lambda w: bag(jnp.arange(3), IDS, 2, weights=w),
+            lambda w: bag(
+                padded, weights=jnp.append(w, 7.0).reshape(2, 2), padding_id=-1
+            ),
+            lambda w: sj.segment_sqrtn(x, IDS, 2, weights=w),
+        )
+        return [(f(w), jax.grad(lambda w, f=f: f(w).sum())(w)) for f in functions]
+
+    half = 1 / np.sqrt(2)
+    for out, slope in run(weights):
+        np.testing.assert_allclose(out, [[4 * half], [5.0]], rtol=1e-6)
         np.testing.assert_allclose(size * slope, [-half, half, 0], atol=1e-6)
 
 

@@ -3,8 +3,6 @@
 import functools
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -70,6 +68,8 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"padding_id": -1, "mode": "clip"},
     {"padding_id": 2**31, "mode": "clip"},
     {"padding_id": 7, "mode": "zero"},
+    {"padding_id": 255},
+    {"padding_id": 256},
     {"padding_id": 2**63 - 1},
     {"padding_id": -(2**70)},
     {"max_norm": 2.0},
@@ -84,87 +84,70 @@ def every_option(ids, table):
     return [sj.lookup(table, ids, **options) for options in OPTIONS]
 
 
-@pytest.mark.parametrize("case", ID_CASES, ids=names(ID_CASES))
-def test_every_option_on_every_case(case):
-    table, ids = table_of(case.height), case.padded
+(MATRIX,) = [case for case in ID_CASES if case.name == "matrix"]
+RANKS = [(), (2, 3), (0,)]
+
+
+@pytest.mark.parametrize(
+    "case, row_shape",
+    [*((case, (D,)) for case in ID_CASES), *((MATRIX, shape) for shape in RANKS)],
+    ids=[*names(ID_CASES), *map(str, RANKS)],
+)
+def test_every_option_on_every_case(case, row_shape):
+    table, ids = table_of(case.height, row_shape), case.padded
     for options, got in zip(OPTIONS, run_jitted(every_option, ids, table)):
         want = oracle(table, ids, **options)
         np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=str(options))
-        assert got.dtype == table.dtype
+        assert got.dtype == table.dtype and got.shape == want.shape
         if "max_norm" not in options:  # then nothing is computed
             assert_same_bits(np.nan_to_num(got), np.nan_to_num(want))
 
 
-@pytest.mark.parametrize("dtype", ["int32", "int64", "uint32", "uint64"])
-def test_every_option_with_64_bit_types(dtype, x64):
-    huge = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
-    ids = np.array([4, 0, 4, huge[dtype], 7, 2], dtype)
-    table = table_of(V)
-    for options, got in zip(OPTIONS, run_jitted(every_option, ids, table)):
-        np.testing.assert_allclose(got, oracle(table, ids, **options), rtol=1e-6)
-        assert got.dtype == jnp.float32
-
-
-@pytest.mark.parametrize("row_shape", [(), (2, 3), (0,)])
-def test_tables_of_any_rank(row_shape):
-    table = table_of(V, row_shape)
-    ids = np.array([[4, 0, 9], [-1, 4, 2]], np.int32)
-    for options, got in zip(OPTIONS, run_jitted(every_option, ids, table)):
-        want = oracle(table, ids, **options)
-        np.testing.assert_allclose(got, want, rtol=1e-6, err_msg=str(options))
-        assert got.shape == ids.shape + row_shape
+HUGE = {"int32": -1, "uint32": 2**32 - 1, "int64": 2**32 + 2, "uint64": 2**64 - 1}
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    ["bfloat16", "float64", "complex64", "int8", "uint8", "bool"],
+    "dtype, ids_dtype",
+    [("bfloat16", "int32"), ("float32", "int64"), ("float64", "uint64")]
+    + [
+        ("complex64", "uint32"),
+        ("int8", "int64"),
+        ("uint8", "int32"),
+        ("bool", "int64"),
+    ],
 )
-def test_tables_of_any_dtype(dtype, x64):
+def test_every_option_of_other_types(dtype, ids_dtype, x64):
     table = jnp.asarray(np.arange(V * D).reshape(V, D) % 5, dtype)
-    ids = np.array([4, 0, 9, -1, 4], np.int32)
-    kept = [o for o in OPTIONS if "max_norm" not in o]
-    run = jax.jit(lambda t: [sj.lookup(t, ids, **o) for o in kept])
-    for options, got in zip(kept, run(table)):
+    ids = np.array([4, 0, 4, HUGE[ids_dtype], 7, 2], ids_dtype)
+    is_float = jnp.issubdtype(table.dtype, jnp.floating)
+    kept = [o for o in OPTIONS if is_float or "max_norm" not in o]
+    found = jax.jit(lambda t, i: [sj.lookup(t, i, **o) for o in kept])(table, ids)
+    for options, got in zip(kept, found, strict=True):
         assert got.dtype == dtype
-        assert_trees_close(got, jnp.asarray(oracle(table, ids, **options)), rtol=0)
+        rtol = 1e-2 if dtype == "bfloat16" else 1e-6
+        want = jnp.asarray(oracle(table, ids, **options))
+        assert_trees_close(got, want, rtol=rtol * ("max_norm" in options), atol=0)
 
 
-def test_ids_of_a_type_that_cannot_hold_the_height():
-    table = table_of(300)
-    ids = np.array([0, 255, 44], np.uint8)
-    np.testing.assert_array_equal(sj.lookup(table, ids), table[np.array([0, 255, 44])])
-    assert not sj.lookup(table, ids, padding_id=300).any(where=False)
-    got = sj.lookup(table, ids, padding_id=255)
-    assert not got[1].any() and got[0].any()
-
-
-def test_padding_out_of_the_types_range_is_no_padding():
-    ids = jnp.array([0, 255], jnp.uint8)
-    table = table_of(V)
-    for padding_id in (-1, 256, 2**80):
-        got = sj.lookup(table, ids, padding_id=padding_id)
-        assert_same_bits(got[0], table[0])
-        assert np.isnan(got[1]).all()
-
-
-@pytest.mark.parametrize("ids", [[], [[]], [[], []], np.zeros((0, 3)), ()])
-def test_no_ids(ids):
-    every: list[Any] = [*OPTIONS, {"mode": "error"}]
-    for options in every:
-        read = lambda t, options=options: sj.lookup(t, ids, **options)
-        for height in (V, 0):
-            table = jax.ShapeDtypeStruct((height, D), jnp.float32)
-            assert jax.eval_shape(read, table).shape == (*np.shape(ids), D)
+@pytest.mark.parametrize("ids", [[], [[], []], np.zeros((0, 3)), ()])
+@pytest.mark.parametrize("height", [V, 0])
+def test_no_ids(ids, height):
+    table = jax.ShapeDtypeStruct((height, D), jnp.float32)
+    for options in (*OPTIONS, {"mode": "error"}):
+        out = jax.eval_shape(lambda t, o=options: sj.lookup(t, ids, **o), table)
+        assert out.shape == (*np.shape(ids), D)
 
 
 def test_ids_as_python_ints_and_lists():
     table = table_of(V)
     rows = np.asarray(table)
-    assert_same_bits(sj.lookup(table, 4), rows[4])
-    assert_same_bits(sj.lookup(table, [[4], [0]]), rows[np.array([[4], [0]])])
-    far = sj.lookup(rows, [2**40 + 4, np.int64(-(2**40))], mode="clip")
-    assert_same_bits(far, rows[np.array([6, 0])])
-    assert_same_bits(sj.lookup(table, np.int64(2**40 + 4), mode="clip"), rows[6])
+    for ids, read in (
+        (4, 4),
+        ([[4], [0]], [[4], [0]]),
+        ([2**40 + 4, np.int64(-(2**40))], [6, 0]),
+        (np.int64(2**40 + 4), 6),
+    ):
+        assert_same_bits(sj.lookup(table, ids, mode="clip"), rows[np.array(read)])
     inside = jax.jit(lambda t, i: sj.lookup(t, [i, i + 1]))(table, 2)
     assert_same_bits(inside, rows[2:4])
 
@@ -201,7 +184,9 @@ def test_a_table_without_rows():
 def test_one_gather_of_the_table_itself(options):
     table, ids = jnp.ones((1009, 4)), jnp.array([1, 2])
     f = functools.partial(sj.lookup, **options)
-    assert_no_dense(f, table, ids)
+    for some in table, sj.SelectedRows(ids, jnp.ones((2, 4)), 1009):
+        assert_no_dense(f, some, ids)
+        assert_no_dense(functools.partial(f, mode="error"), some, ids)
     for t, i in ((table, ids), (table[:, 0], ids), (table, ids[0]), (table, ids[None])):
         jaxpr = jax.make_jaxpr(f)(t, i)
         argument = jaxpr.jaxpr.invars[0]
@@ -212,15 +197,6 @@ def test_one_gather_of_the_table_itself(options):
         clipped = i.ndim and options == {"mode": "clip"}
         mode = "CLIP" if clipped else "FILL_OR_DROP"
         assert str(readers[0].params["mode"]).endswith(mode)
-
-
-@pytest.mark.window
-def test_nothing_of_the_tables_size_in_error_mode_and_from_selected_rows():
-    table, ids = jnp.ones((1009, 4)), jnp.array([1, 2])
-    assert_no_dense(functools.partial(sj.lookup, mode="error"), table, ids)
-    pulled = sj.SelectedRows(ids, jnp.ones((2, 4)), 1009)
-    for options in OPTIONS:
-        assert_no_dense(functools.partial(sj.lookup, **options), pulled, ids)
 
 
 @pytest.mark.window
@@ -286,16 +262,10 @@ def test_padding_is_not_read_and_gets_no_gradient(mode):
 
 @pytest.mark.slow
 def test_check_grads(x64):
-    table = table_of(V, dtype=np.float64)
-    ids = jnp.array([[4, 0, 4], [2, 6, 9]])
-
-    def f(t):
-        plain = sj.lookup(t, ids, mode="zero")
-        return plain, sj.lookup(t, ids, mode="clip", padding_id=0, max_norm=3.0)
-
-    check_grads(jax.jit(f), (table,), order=2)
-    rows = jnp.array([4, 0, 4, V])
-    pull = lambda v: sj.SelectedRows(rows, v, V)
+    table, ids = table_of(V, dtype=np.float64), jnp.array([[4, 0, 4], [2, 6, 9]])
+    clip = lambda t: sj.lookup(t, ids, mode="clip", padding_id=0, max_norm=3.0)
+    check_grads(jax.jit(clip), (table,), order=2)
+    pull = lambda v: sj.SelectedRows(jnp.array([4, 0, 4, V]), v, V)
     g = lambda v: sj.lookup(pull(v), ids, mode="zero", max_norm=3.0, padding_id=6)
     check_grads(jax.jit(g), (table[:4],), order=1)
 
@@ -310,16 +280,6 @@ def test_max_norm():
     assert_same_bits(got[4], table[4])
     assert_trees_close(got[3], jnp.array([3.0, -4.0]))
     assert np.isnan(got[5]).all()
-
-
-def test_max_norm_is_over_all_axes_of_a_row():
-    table = table_of(V, (2, 3))
-    ids = np.arange(V, dtype=np.int32)
-    got = jax.jit(lambda t: sj.lookup(t, ids, max_norm=1e-3))(table)
-    norms = np.sqrt(np.sum(np.square(got), axis=(1, 2)))
-    np.testing.assert_allclose(norms, 1e-3, rtol=1e-5)
-    scalars = sj.lookup(jnp.array([-4.0, 0.5, 3.0]), jnp.array([0, 1, 2]), max_norm=2.0)
-    assert scalars.tolist() == [-2, 0.5, 2]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -347,24 +307,6 @@ def test_gradients_of_max_norm_are_finite():
     along = lambda t, v: jax.jvp(lambda t: jax.grad(loss)(t, ids), (t,), (v,))[1]
     second = jax.jit(along)(table, jnp.ones_like(table))
     assert np.isfinite(second[:2]).all()
-
-
-@hypothesis.settings(max_examples=40)
-@hypothesis.given(
-    st.lists(st.floats(-100, 100, width=32), min_size=V * D, max_size=V * D),
-    st.sampled_from([0.5, 1.0, 30.0]),
-)
-def test_max_norm_bounds_and_keeps(values, max_norm):
-    table = jnp.array(values, jnp.float32).reshape(V, D)
-    got = np.asarray(sj.lookup(table, jnp.arange(V), max_norm=max_norm), np.float64)
-    plain = np.asarray(table, np.float64)
-    norms, clipped = (np.linalg.norm(x, axis=1) for x in (plain, got))
-    assert (clipped <= max_norm * (1 + 1e-6)).all()
-    kept = norms < max_norm * (1 - 1e-6)
-    np.testing.assert_array_equal(got[kept], plain[kept])
-    np.testing.assert_allclose(
-        got * norms[:, None], plain * clipped[:, None], rtol=1e-5, atol=1e-9
-    )
 
 
 # ------------------------------------------------------------------ errors in ids

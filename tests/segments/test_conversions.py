@@ -22,22 +22,16 @@ def traced(f, *static):
     return jax.jit(lambda x: f(x, *static))
 
 
-@pytest.mark.parametrize(
-    "f, shape",
-    [
+def test_of_nothing():
+    for f, shape in (
         (sj.lengths_to_segment_ids, (0,)),
         (sj.segment_ids_to_lengths, (0,)),
         (sj.lengths_to_offsets, (1,)),
         (sj.lengths_to_ranges, (0, 2)),
         (sj.segment_ids_to_ranges, (0, 2)),
-    ],
-)
-def test_of_nothing(f, shape):
-    got = f([])
-    assert got.shape == shape and got.dtype == jnp.int32 and not got.any()
-
-
-def test_offsets_of_no_segment_are_a_zero():
+    ):
+        got = f([])
+        assert got.shape == shape and got.dtype == jnp.int32 and not got.any()
     assert sj.offsets_to_lengths([0]).shape == (0,)
 
 
@@ -46,33 +40,25 @@ def test_offsets_of_no_segment_are_a_zero():
 
 @hypothesis.given(lengths_of_five)
 def test_each_from_the_others(lengths):
-    ids = sj.lengths_to_segment_ids(lengths)
-    offsets = sj.lengths_to_offsets(lengths)
-    np.testing.assert_array_equal(ids, np.repeat(np.arange(5), lengths))
-    np.testing.assert_array_equal(offsets, np.cumsum([0, *lengths]))
-    np.testing.assert_array_equal(sj.segment_ids_to_lengths(ids, 5), lengths)
-    np.testing.assert_array_equal(sj.offsets_to_lengths(offsets), lengths)
-    want = np.stack([np.cumsum([0, *lengths])[:-1], lengths], axis=1)
-    np.testing.assert_array_equal(sj.lengths_to_ranges(lengths), want)
+    """Outside of jit and inside."""
+    ids, offsets = np.repeat(np.arange(5), lengths), np.cumsum([0, *lengths])
+    ranges = np.stack([offsets[:-1], lengths], axis=1)
     # Only the starts of empty segments at the end differ, as in Caffe2.
-    want[want[:, 0] == sum(lengths)] = 0
-    np.testing.assert_array_equal(sj.segment_ids_to_ranges(ids, 5), want)
-
-
-@hypothesis.given(lengths_of_five)
-def test_under_jit_as_outside(lengths):
-    lengths = jnp.array(lengths, jnp.int32)
-    ids = sj.lengths_to_segment_ids(lengths, 20)
-    offsets = sj.lengths_to_offsets(lengths)
-    for f, x, *static in [
-        (sj.lengths_to_segment_ids, lengths, 20),
-        (sj.lengths_to_offsets, lengths),
-        (sj.lengths_to_ranges, lengths),
-        (sj.offsets_to_lengths, offsets),
-        (sj.segment_ids_to_lengths, ids, 5),
-        (sj.segment_ids_to_ranges, ids, 5),
-    ]:
-        assert_trees_close(traced(f, *static)(x), f(x, *static))
+    of_ids = np.where(ranges[:, :1] == sum(lengths), 0, ranges)
+    padded = np.append(ids, [5] * (20 - len(ids)))
+    np.testing.assert_array_equal(sj.lengths_to_segment_ids(lengths), ids)
+    for f, x, want, *static in (
+        (sj.lengths_to_segment_ids, lengths, padded, 20),
+        (sj.lengths_to_offsets, lengths, offsets),
+        (sj.lengths_to_ranges, lengths, ranges),
+        (sj.offsets_to_lengths, offsets, lengths),
+        (sj.segment_ids_to_lengths, padded, lengths, 5),
+        (sj.segment_ids_to_ranges, padded, of_ids, 5),
+    ):
+        x = np.asarray(x, np.int32)
+        for got in f(x, *static), traced(f, *static)(x):
+            np.testing.assert_array_equal(got, want)
+            assert got.dtype == jnp.int32
 
 
 @hypothesis.given(st.lists(st.integers(-2, 7), min_size=9, max_size=9))

@@ -77,33 +77,27 @@ def test_maps_of_numbers_and_maps_inside():
     assert x.to_lists()["key"] == [[1, 3], [], [2]]
     assert_trees_close(x.values["value"], jnp.array([0.4, 0.7, 0.5]))
     x = make.from_lists([[{1: [5]}, {}], [{2: [], 3: [6, 7]}]])
-    assert x.to_lists() == {
-        "key": [[[1], []], [[2, 3]]],
-        "ids": [[[[5]], []], [[[], [6, 7]]]],
-    }
+    keys, ids = [[[1], []], [[2, 3]]], [[[[5]], []], [[[], [6, 7]]]]
+    assert x.to_lists() == {"key": keys, "ids": ids}
 
 
 def test_a_segment_may_be_an_array():
-    parts = [np.array([10, 11]), [], jnp.array([101]), np.zeros(0, np.int64)]
-    x = make.from_lists(parts)
-    assert x.values.dtype == jnp.int32
-    assert x.to_lists() == [[10, 11], [], [101], []]
-    # Rows of an array are elements, and not looked into.
-    x = make.from_lists([np.ones((2, 3), np.float32), np.zeros((0, 3), np.float32)])
-    assert x.values.shape == (2, 3) and x.lengths.tolist() == [2, 0]
-    assert x.to_lists() == [[[1, 1, 1], [1, 1, 1]], []]
-    assert make.from_lists(np.arange(6).reshape(2, 3)).to_lists() == [
-        [0, 1, 2],
-        [3, 4, 5],
-    ]
-    x = make.from_lists([[np.array([1, 2]), np.array([3])], [np.array([4])]])
-    assert x.to_lists() == [[[1, 2], [3]], [[4]]]
-    # An element may be a scalar of NumPy's or JAX's.
-    assert make.from_lists([[np.int8(3), jnp.int32(4)], [5]]).to_lists() == [
-        [3, 4],
-        [5],
-    ]
-    assert make.from_lists([(1, 2), (3,)]).to_lists() == [[1, 2], [3]]
+    rows, none = np.ones((2, 3), np.float32), np.zeros((0, 3), np.float32)
+    for given, want in (
+        (
+            [np.array([1, 2]), [], jnp.array([9]), np.zeros(0, int)],
+            [[1, 2], [], [9], []],
+        ),
+        (np.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ([[np.array([1, 2]), np.array([3])], [np.array([4])]], [[[1, 2], [3]], [[4]]]),
+        # An element may be a scalar of NumPy's or JAX's.
+        ([[np.int8(3), jnp.int32(4)], [5]], [[3, 4], [5]]),
+        ([(1, 2), (3,)], [[1, 2], [3]]),
+        # Rows of an array are elements, and not looked into.
+        ([rows, none], [[[1, 1, 1], [1, 1, 1]], []]),
+    ):
+        assert make.from_lists(given).to_lists() == want
+    assert make.from_lists([rows, none]).values.shape == (2, 3)
 
 
 def test_types():
@@ -126,38 +120,38 @@ def test_types():
     assert x.values["ids"].values.dtype == jnp.float32
 
 
-def test_of_unsorted_segments_with_empty_elements():
-    inner = make.from_lists([[1], [2, 3], [], [4]])
-    ids = jnp.array([1, -1, 1, 0])
-    x = make.from_segment_ids({"a": jnp.arange(4.0), "b": inner}, ids, 3)
-    assert x.to_lists() == {
-        "a": [[3.0], [0.0, 2.0], []],
-        "b": [[[4]], [[1], []], []],
-    }
-
-
 # ------------------------------------------------------------------ as text
 
 
 def test_repr():
-    x = make.from_lists([[10, 11], [101], []], capacity=5)
-    text = "SegmentTensor([[10 11] [101] []], int32, num_segments=3, capacity=5)"
-    assert repr(x) == text
-    x = make.from_lists([[[10, 11], [101]], []])
-    assert "([[[10 11] [101]] []], int32, num_segments=2, capacity=2)" in repr(x)
-    x = make.from_lists([{1: [10, 11], 3: [101]}, {1: [7]}])
-    want = "({ids: [[[10 11] [101]] [[7]]] int32, key: [[1 3] [1]] int32}, num_s"
-    assert want in repr(x)
-    x = make.from_lists([[0.5, 1e-9, 3.0], [-2.25]])
-    assert "([[0.5 1e-09 3] [-2.25]], float32, " in repr(x)
-    assert "([[True]], bool, " in repr(make.from_lists([[True]]))
-    assert "[[1234567]]" in repr(make.from_lists([[1234567]]))
     many = make.from_lengths(np.arange(200), [20] * 10)
-    assert "([[0 1 2 3 4 5 6 7 ...] [20 " in repr(many)
-    assert " ...] ...], int32, num_segments=10, capacity=200)" in repr(many)
     deep = repr(make.from_lengths(many, [9, 1]))
-    assert deep.startswith("SegmentTensor([[[0 1 2 3 ...] [20 21 22 23 ...] ")
     assert len(deep) < 200
+    lists = make.from_lists
+    for text, part in (
+        (
+            repr(lists([[10, 11], [101], []], capacity=5)),
+            "SegmentTensor([[10 11] [101] []], int32, num_segments=3, capacity=5)",
+        ),
+        (
+            repr(lists([[[10, 11], [101]], []])),
+            "([[[10 11] [101]] []], int32, num_segments=2, capacity=2)",
+        ),
+        (
+            repr(lists([{1: [10, 11], 3: [101]}, {1: [7]}])),
+            "({ids: [[[10 11] [101]] [[7]]] int32, key: [[1 3] [1]] int32}, num_s",
+        ),
+        (
+            repr(lists([[0.5, 1e-9, 3.0], [-2.25]])),
+            "([[0.5 1e-09 3] [-2.25]], float32,",
+        ),
+        (repr(lists([[True]])), "([[True]], bool, "),
+        (repr(lists([[1234567]])), "[[1234567]]"),
+        (repr(many), "([[0 1 2 3 4 5 6 7 ...] [20 "),
+        (repr(many), " ...] ...], int32, num_segments=10, capacity=200)"),
+        (deep, "SegmentTensor([[[0 1 2 3 ...] [20 21 22 23 ...] "),
+    ):
+        assert part in text
 
 
 def test_repr_of_what_has_no_values():

@@ -31,7 +31,7 @@ def make(data: Any = DATA, lengths=LENGTHS):
     return sj.SegmentTensor.from_lengths(data, lengths)
 
 
-@pytest.mark.parametrize("max_length", [0, 1, 3, 4, 6])
+@pytest.mark.parametrize("max_length", [3, 0, 6])
 def test_pack(max_length):
     got, mask = sj.pack_segments(make(), max_length, return_mask=True)
     assert_trees_close(got, packed(DATA, LENGTHS, max_length))
@@ -39,8 +39,9 @@ def test_pack(max_length):
     assert_same_bits(sj.pack_segments(make(), max_length), got)
 
 
-@pytest.mark.parametrize("row_shape", [(), (2, 3), (0,)])
-@pytest.mark.parametrize("dtype", ["int8", "bfloat16", "bool"])
+@pytest.mark.parametrize(
+    "row_shape, dtype", [((), "bfloat16"), ((2, 3), "int8"), ((0,), "bool")]
+)
 def test_pack_keeps_rank_and_dtype(row_shape, dtype):
     data = jnp.arange(7 * int(np.prod(row_shape))).reshape(7, *row_shape).astype(dtype)
     got = sj.pack_segments(make(data), 3)
@@ -53,9 +54,6 @@ def test_pack_of_elements_in_any_order_and_of_empty_ones():
     st = sj.SegmentTensor.from_segment_ids(data, ids, 4)
     want = np.array([[2, 4], [0, 0], [1, 3], [5, 0]], np.float32)
     assert_trees_close(sj.pack_segments(st, 2), want)
-    data = np.array([1, 2, np.nan], np.float32)
-    st = sj.SegmentTensor.from_lengths(data, [1, 1])
-    assert_trees_close(sj.pack_segments(st, 2), np.array([[1, 0], [2, 0]], np.float32))
 
 
 def test_pack_of_a_tree():

@@ -47,18 +47,16 @@ def test_unique(ids, capacity):
     check_unique(ids, capacity, jitted_unique(ids, capacity))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
-def test_unique_keeps_the_type(dtype):
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
+def test_types_stay(dtype, x64):
     limits = np.iinfo(dtype)
     ids = np.array([[3, limits.max, 3], [limits.min, 7, limits.max]], dtype)
     for capacity in (2, 4, 9):
         check_unique(ids, capacity, sj.unique(ids, capacity))
-
-
-def test_unique_of_64_bits(x64):
-    ids = np.array([2**40, -1, 2**40, 2**63 - 1, -(2**50), 5])
-    check_unique(ids, 6, sj.unique(ids, 6))
     check_unique(ids, 3, sj.unique(jnp.asarray(ids), 3))
+    # Also parts more than the type holds.
+    for num_parts in (7, 300):
+        check_partition(ids, num_parts, sj.partition(ids, num_parts))
 
 
 def test_64_bit_ids_are_never_cut():
@@ -67,17 +65,17 @@ def test_64_bit_ids_are_never_cut():
     out, inverse, _ = sj.unique(ids, 4)
     assert np.array_equal(np.asarray(out)[np.asarray(inverse)], ids)
     for bad in (np.array([0, 2**31]), [2**40], np.array([2**33], np.uint64)):
-        with pytest.raises(ValueError, match="jax_enable_x64"):
-            sj.unique(bad, 2)
-        with pytest.raises(ValueError, match="jax_enable_x64"):
-            sj.partition(bad, 2)
+        for f in sj.unique, sj.partition:
+            with pytest.raises(ValueError, match="jax_enable_x64"):
+                f(bad, 2)
 
 
-def test_unique_of_none():
+def test_of_none():
     for ids in ([], np.zeros((2, 0), int)):
         out, inverse, count = sj.unique(ids, 2)
         assert out.tolist() == [2**31 - 1] * 2 and int(count) == 0
         assert inverse.shape == np.shape(ids)
+    assert sj.partition([], 3).lengths.tolist() == [0, 0, 0]
 
 
 def test_what_does_not_fit_reads_nothing():
@@ -120,13 +118,6 @@ def test_partition(ids, num_parts):
 jitted_partition = jax.jit(sj.partition, static_argnums=1)
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32"])
-def test_partition_into_more_parts_than_the_type_holds(dtype):
-    limits = np.iinfo(dtype)
-    ids = np.array([[3, limits.max], [limits.min, 7]], dtype)
-    check_partition(ids, 300, sj.partition(ids, 300))
-
-
 def test_partition_into_very_many_parts():
     """More parts times ids than 32 bits count."""
     ids = np.array([2**30, 5, -1, 0, 5, 2**29], np.int32)
@@ -134,15 +125,6 @@ def test_partition_into_very_many_parts():
     assert got.values["position"].tolist() == [0, 3, 5, 1, 4, 2]
     assert got.values["id"].tolist() == [2**30, 0, 2**29, 5, 5, -1]
     assert got.segment_ids.tolist() == [0, 0, 0, 5, 5, 2**29 - 1]
-
-
-def test_partition_of_64_bits(x64):
-    ids = np.array([2**40, -1, 2**40 + 1, 2**63 - 1, -(2**50), 5])
-    check_partition(ids, 7, sj.partition(ids, 7))
-
-
-def test_partition_of_none():
-    assert sj.partition([], 3).lengths.tolist() == [0, 0, 0]
 
 
 def test_partition_there_and_back():
