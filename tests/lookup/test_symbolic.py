@@ -19,10 +19,6 @@ PADDED = RNG.integers(-1, 5, (12, 3)).astype(np.int32)
 SEGMENTS = IDS % 5
 
 
-def rows(ids, values):
-    return sj.SelectedRows(ids, values, 40)
-
-
 def segments(x, ids):
     return sj.SegmentTensor(x, ids, 5)
 
@@ -35,20 +31,37 @@ def trained(table, ids):
     return optax.apply_updates(table, updates)
 
 
+def negatives(ids):
+    sampler = sj.losses.NegativeSampler.uniform(40)
+    shape = ids.shape[0], 5
+    return sampler.sample(jax.random.key(0), shape, ids, unique=True).ids
+
+
+def padded_bags(combiner):
+    return lambda t, ids: sj.embedding_bag(
+        t, ids, combiner=combiner, padding_id=-1, max_norm=1.0
+    )
+
+
+def search(**options):
+    return lambda t, q: sj.top_k(t, q, 3, **options)
+
+
+OF_ROWS = {
+    "coalesce": lambda g, ids: g.coalesce().to_dense(),
+    "coalesce, few": lambda g, ids: g.coalesce(20).values,
+    "get": lambda g, ids: g.get(ids[::2]),
+    "retain": lambda g, ids: g.retain(ids[:1]).to_dense(),
+    "product": lambda g, ids: (g * g).to_dense(),
+}
 # Arguments of shape [12, ...] get a symbolic first axis.
 PROGRAMS = {
-    "top_k": (lambda t, q: sj.top_k(t, q, 3), TABLE, VECTORS),
-    "top_k, cosine": (lambda t, q: sj.top_k(t, q, 3, score="cosine"), TABLE, VECTORS),
+    "top_k": (search(), TABLE, VECTORS),
+    "top_k, cosine": (search(score="cosine"), TABLE, VECTORS),
+    "top_k, exclude for all": (search(exclude=jnp.array([1, 2])), TABLE, VECTORS),
     "top_k, exclude": (
         lambda t, q, e: sj.top_k(t, q, 3, exclude=e),
-        TABLE,
-        VECTORS,
-        PADDED,
-    ),
-    "top_k, exclude for all": (
-        lambda t, q: sj.top_k(t, q, 3, exclude=jnp.array([1, 2])),
-        TABLE,
-        VECTORS,
+        *(TABLE, VECTORS, PADDED),
     ),
     "from_padded": (sj.SegmentTensor.from_padded, PADDED),
     "from_multi_hot": (lambda x: sj.SegmentTensor.from_multi_hot(x > 0), PADDED),
@@ -60,42 +73,25 @@ PROGRAMS = {
     "unique, as many": (lambda ids: sj.unique(ids, ids.size), IDS),
     "partition": (lambda ids: sj.partition(ids, 3), IDS),
     "ranges": (lambda s: sj.segment_ids_to_ranges(s, 5), np.sort(SEGMENTS)),
-    "coalesce": (lambda i, v: rows(i, v).coalesce().to_dense(), IDS, VECTORS),
-    "coalesce, few": (lambda i, v: rows(i, v).coalesce(20).values, IDS, VECTORS),
-    "get": (lambda i, v: rows(i, v).get(i[::2]), IDS, VECTORS),
-    "retain": (lambda i, v: rows(i, v).retain(i[:1]).to_dense(), IDS, VECTORS),
-    "product": (lambda i, v: (rows(i, v) * rows(i, v)).to_dense(), IDS, VECTORS),
     "weighted sum": (
         lambda t, i, v: sj.scatter_weighted_sum(t, 0.5, i, v, 2.0),
-        TABLE,
-        IDS,
-        VECTORS,
+        *(TABLE, IDS, VECTORS),
     ),
-    "pull": (lambda i: sj.quantize(jnp.asarray(TABLE)).pull(i).to_dense(), IDS),
+    "pull": (lambda i: sj.quantize(jnp.asarray(TABLE), 4).pull(i).to_dense(), IDS),
     "segment_argmax": (lambda x, s: sj.segment_argmax(x, s, 5), VECTORS, SEGMENTS),
     "segment_top_k": (lambda x, s: sj.segment_top_k(x, s, 5, k=2), VECTORS, SEGMENTS),
     "hard negatives": (
         lambda q, c: sj.losses.in_batch_softmax_loss(q, c, num_hard_negatives=3),
-        VECTORS,
-        VECTORS,
+        *(VECTORS, VECTORS),
     ),
-    "negatives of each": (
-        lambda y: (
-            sj.losses.NegativeSampler.uniform(40)
-            .sample(jax.random.key(0), (y.shape[0], 5), y, unique=True)
-            .ids
-        ),
-        IDS,
-    ),
+    "negatives of each": (negatives, IDS),
     "a training step": (trained, TABLE, IDS),
     **{
-        f"padded bags, {combiner}": (
-            lambda t, ids, combiner=combiner: sj.embedding_bag(
-                t, ids, combiner=combiner, padding_id=-1, max_norm=1.0
-            ),
-            TABLE,
-            PADDED,
-        )
+        name: (lambda i, v, f=f: f(sj.SelectedRows(i, v, 40), i), IDS, VECTORS)
+        for name, f in OF_ROWS.items()
+    },
+    **{
+        f"padded bags, {combiner}": (padded_bags(combiner), TABLE, PADDED)
         for combiner in ("max", "min", "logsumexp")
     },
 }
