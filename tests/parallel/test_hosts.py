@@ -141,21 +141,27 @@ def run_hosts(directory, *options, with_a_death):
     assert latest_step(directory) == restart.STEPS
 
 
+def run_twice(folder, *options):
+    """Folders of two runs, side by side: one goes on after a death of a host."""
+    folders = folder / "run", folder / "other"
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        other = pool.submit(run_hosts, folders[1], *options, with_a_death=False)
+        run_hosts(folders[0], *options, with_a_death=True)
+        other.result()
+    return folders
+
+
 @pytest.mark.skipif(os.name != "posix", reason="kills process groups")
 def test_a_run_goes_on_after_a_host_has_died(tmp_path):
     """The weights are those of a run that was not interrupted."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:  # both at once
-        other = pool.submit(run_hosts, tmp_path / "other", with_a_death=False)
-        run_hosts(tmp_path / "run", with_a_death=True)
-        other.result()
     params = {
         "table": np.zeros((restart.V, restart.D), np.float32),
         "dense": np.zeros(restart.D, np.float32),
     }
     trained = []
-    for name in ("run", "other"):
+    for directory in run_twice(tmp_path):
         options = ocp.CheckpointManagerOptions(read_only=True)
-        with ocp.CheckpointManager(tmp_path / name, options=options) as manager:
+        with ocp.CheckpointManager(directory, options=options) as manager:
             like = (params, restart.tx.init(params))
             trained.append(sj.parallel.restore(manager, like))
     jax.tree.map(assert_same_bits, *trained)
@@ -164,4 +170,13 @@ def test_a_run_goes_on_after_a_host_has_died(tmp_path):
 
 @pytest.mark.skipif(os.name != "posix", reason="kills process groups")
 def test_a_store_goes_on_after_a_host_has_died(tmp_path):
-    run_hosts(tmp_path / "run", "--store", with_a_death=True)
+    """Rows, state and the tree in its files are those of the other run."""
+    saved = []
+    for directory in run_twice(tmp_path, "--store"):
+        save = directory / "model" / (directory / "model" / "current").read_text()
+        for process in range(2):
+            with np.load(save / f"{process}-of-2") as file:
+                saved.append({k: file[k] for k in file.files if k != "header.json"})
+    for mine, other in zip(saved[:2], saved[2:], strict=True):
+        assert len(mine) > 2
+        jax.tree.map(assert_same_bits, mine, other)
