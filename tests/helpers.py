@@ -31,17 +31,6 @@ def as_numpy(leaf):
     return np.asarray(row_ids.PAIRS.unseal(row_ids.IDS.unseal(leaf, 0)))
 
 
-def with_ids_as(dtype, tree):
-    """The same gradients with ids of another dtype, as if a library had cast leaves."""
-
-    def cast(g):
-        ids = np.asarray(g.rows).astype(dtype)
-        return jax.tree.unflatten(jax.tree.structure(g), [ids, g.values])
-
-    is_rows = lambda x: isinstance(x, sj.SelectedRows)
-    return jax.tree.map(lambda x: cast(x) if is_rows(x) else x, tree, is_leaf=is_rows)
-
-
 @jax.jit
 def whole(tree):
     """The tree with plain arrays in place of sharded tables and sparse gradients.

@@ -456,6 +456,17 @@ def test_exact_is_not_lifted(wrap):
             step(lazy(tx, check=check), params, tx.init(params), make_grads(0))
 
 
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_ids_that_were_cast(dtype):
+    """By code that rebuilds trees; `jax.tree.map` cannot (rows/test_row_ids.py)."""
+    params, rows = {"t": ones(V, D)}, _rows([1, 2])
+    leaves = [np.asarray(rows.rows).astype(dtype), rows.values]
+    grads = {"t": jax.tree.unflatten(jax.tree.structure(rows), leaves)}
+    for update in (ADAM.update, jax.jit(ADAM.update)):
+        with pytest.raises(TypeError, match="ids"):
+            update(grads, ADAM.init(params), params)
+
+
 def _transposed(params):
     """State with rows in the second axis."""
     return jax.tree.map(lambda p: jnp.zeros(p.shape[::-1]), params)
