@@ -114,15 +114,19 @@ OWN: dict[str, Any] = {  # beside those of tests/programs.py
         t[jax.random.randint(jax.random.key(4), (6,), 0, V)]
     ),
     "stopped": lambda t, w, i: sines(t[i] * lax.stop_gradient(t)[i + 1]),
+    "negative": lambda t, w, i: sines(t[i - 3]),
+    "at_get": lambda t, w, i: sines(t.at[i * 60 - 20].get(mode="fill", fill_value=2.0)),
+    "transposed": lambda t, w, i: sines(t.T[:, i]),
+    "jitted": lambda t, w, i: jax.jit(lambda t: sines(t[i]))(t),
     "not_read": lambda t, w, i: w[0],
 }
 # One loss reads in many ways, since each compiles for a while.
 GROUPS = [
-    "index_negative index_scalar index_python_int take_modes at_get dynamic_slice "
-    "computed_ids stopped",
-    "vmapped_take cast_bfloat16_take scaled_by_row_vector transposed rows_stopped "
-    "jitted random_ids not_read",
-    "checkpointed scanned_chain scanned_carry branch branch_in_scan custom_vjp_rows",
+    "negative python_int take_clip at_get dynamic_slice computed_ids stopped",
+    "vmapped take/as_bfloat16 scaled_by_row_vector transposed jitted random_ids "
+    "not_read",
+    "index/rematerialized index/scan/scan index/scan_carries_the_table "
+    "index/cond_closure index/cond/scan index/custom_vjp_of_rows",
     "bag_fixed bag_ragged bag_max bag_bfloat16 lookup lookup_zero dot",
 ]
 
