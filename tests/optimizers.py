@@ -5,6 +5,7 @@ words by which the message names the cause. Each entry makes a new transformatio
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -211,7 +212,7 @@ def make_grads(step, dtype=jnp.float32, cube=False):
 # ------------------------------------------------------------------ the oracle
 
 
-def step(tx, params, state, grads):
+def step(tx, params, state, grads) -> Any:
     """One step of an optimizer: the new parameters and state."""
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state

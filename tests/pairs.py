@@ -250,8 +250,8 @@ def save_and_restore(wrap, tmp_path):
     saved = _Step(tx).train(sharded, state, BATCHES[:1])
     sj.parallel.save(tmp_path / "sharded", saved)
     params, tx, state = _start(wrap)
-    restored = sj.parallel.restore(tmp_path / "sharded", (params, state))
-    _assert_equal(wrap, _Step(tx).train(*restored, BATCHES[1:])[0])
+    params, state = sj.parallel.restore(tmp_path / "sharded", (params, state))
+    _assert_equal(wrap, _Step(tx).train(params, state, BATCHES[1:])[0])
 
 
 def exported(wrap, tmp_path):

@@ -338,7 +338,8 @@ def test_what_is_skipped_may_hold_anything():
 @pytest.mark.slow
 def test_nothing_to_reduce():
     table, none = np.ones((4, 2), np.float32), np.zeros((0,), np.int32)
-    shapes = {(none.shape, 3): (none, none, 3), (none.shape, 0): (none, none)}
+    shapes: dict[Any, Any] = {(none.shape, 3): (none, none, 3)}
+    shapes |= {(none.shape, 0): (none, none)}
     shapes |= {(s, s[0]): (none.reshape(s),) for s in ((2, 0), (0, 2))}
 
     def run(table, combiners=COMBINERS):

@@ -133,7 +133,8 @@ def test_every_option_of_other_types(dtype, ids_dtype, x64):
 @pytest.mark.parametrize("height", [V, 0])
 def test_no_ids(ids, height):
     table = jax.ShapeDtypeStruct((height, D), jnp.float32)
-    for options in (*OPTIONS, {"mode": "error"}):
+    error: dict[str, Any] = {"mode": "error"}
+    for options in (*OPTIONS, error):
         out = jax.eval_shape(lambda t, o=options: sj.lookup(t, ids, **o), table)
         assert out.shape == (*np.shape(ids), D)
 

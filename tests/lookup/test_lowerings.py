@@ -6,6 +6,7 @@ The lowering that a platform chooses is what all other tests run.
 import functools
 import importlib.util
 import json
+from typing import Any
 
 import chex
 import jax
@@ -16,8 +17,8 @@ from jax.test_util import check_grads
 
 import sparsejax as sj
 from helpers import assert_same_bits, dense, eqns_of, in_range, run_python
+from sparsejax._lookup import lookup
 from sparsejax._lookup.bag_sum import add_merged_bags
-from sparsejax._lookup.lookup import read_rows
 from sparsejax._lookup.lowerings import cpu, xla
 from sparsejax._rows import merge, merge_cuda
 
@@ -32,6 +33,7 @@ def draw(*shape, dtype="float32"):
 
 # ------------------------------------------------------------------ reads
 
+read_rows: Any = lookup.read_rows
 IDS = np.array([3, 0, 5, 5, 2, 6, 7, 100, -1, -100], np.int32)
 
 

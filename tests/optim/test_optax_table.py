@@ -11,6 +11,7 @@ the transformation on random numbers.
 import inspect
 import pathlib
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +112,7 @@ WRAPPERS = {
 }
 
 
-def _find(name):
+def _find(name) -> Any:
     """The function of a row, or None if this optax has none, and its last name."""
     module, _, last = name.rpartition(".")
     return getattr(MODULES[module], last, None), last

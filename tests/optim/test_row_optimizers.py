@@ -8,6 +8,7 @@ Each takes dense and SelectedRows gradients, under strict promotion.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,8 @@ def test_state_is_a_named_tree_that_goes_on_with_another_rate(name):
 def test_none_and_masked_leaves(name):
     params = {"a": jnp.ones((V, 2)), "none": None, "b": jnp.ones(3)}
     grads = {"a": jnp.ones((V, 2)), "none": None, "b": None}
-    tx, state = TXS[name], TXS[name].init(params)
+    tx: Any = TXS[name]
+    state = tx.init(params)
     updates, new = tx.update(grads, state, params)
     assert updates["none"] is None and updates["b"] is None
     of_b = lambda tree: [

@@ -36,7 +36,7 @@ def loss(params, ids):
     return jnp.sum(rows**3) + jnp.sum((rows @ params["w"]) ** 2) + params["bias"].sum()
 
 
-def train(tx, params, state, ids):
+def train(tx, params, state, ids) -> Any:
     tables = {"items": True, "bias": False, "w": False}
     return step(tx, params, state, sj.grad(loss, tables=tables)(params, ids))
 
@@ -58,7 +58,8 @@ def differing(before, after):
 def test_ids_are_the_rows_that_differ(inner):
     """Jitted and eager, with duplicates, over several calls of take_changes."""
     tx, params, rng = tracked(inner), model(), np.random.default_rng(0)
-    state, plain = tx.init(params), (params, inner.init(params))
+    plain: Any = params, inner.init(params)
+    state = tx.init(params)
     eager = functools.partial(train, tx), functools.partial(train, inner)
     jitted = jax.jit(eager[0]), jax.jit(eager[1])
     for number in range(3):
@@ -66,7 +67,7 @@ def test_ids_are_the_rows_that_differ(inner):
         run, run_plain = jitted if number else eager
         for ids in rng.integers(0, V, (2, 6), np.int32):
             params, state = run(params, state, ids)
-            plain = run_plain(*plain, ids)
+            plain = run_plain(plain[0], plain[1], ids)
         found, state = take_changes(params, state)
         assert found["bias"] is None  # of rank 1
         assert found["items"].dtype == np.int32
@@ -85,8 +86,9 @@ def test_in_a_scan_in_place():
 
     def run(table, state, ids):
         def one(carry, ids):
-            grads = sj.grad(lambda t: jnp.sum(t[ids] ** 2), tables=True)(carry[0])
-            return step(tx, *carry, grads), None
+            table, state = carry
+            grads = sj.grad(lambda t: jnp.sum(t[ids] ** 2), tables=True)(table)
+            return step(tx, table, state, grads), None
 
         return jax.lax.scan(one, (table, state), ids)[0]
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def dense_step_of(loss_fn, tx, height):
     return jax.jit(put_back)
 
 
-def run(step, params, state, batches):
+def run(step, params, state, batches) -> Any:
     """The parameters and the state after all batches, and the losses."""
     losses = []
     for batch in batches:

@@ -255,12 +255,12 @@ def test_training_goes_on_where_it_stopped(tmp_path):
         sj.parallel.save(manager, (params, state), step=2)
         *_, losses = whole = run(step, params, state, batches[2:])
         # On the same mesh, to the last bit.
-        restored: Any = sj.parallel.restore(manager, training(2, "mod")[:2])
-        jax.tree.map(assert_same_bits, run(step, *restored, batches[2:]), whole)
+        params, state = sj.parallel.restore(manager, training(2, "mod")[:2])
+        jax.tree.map(assert_same_bits, run(step, params, state, batches[2:]), whole)
         for n, layout in ((4, "block"), (1, "mod")):
             *fresh, step = training(n, layout)
-            restored = sj.parallel.restore(manager, tuple(fresh))
-            assert_close(run(step, *restored, batches[2:])[2], losses)
+            params, state = sj.parallel.restore(manager, tuple(fresh))
+            assert_close(run(step, params, state, batches[2:])[2], losses)
 
 
 def test_a_save_holds_what_was_there_when_it_was_called(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@
 # pyright: reportArgumentType=false
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,7 +158,7 @@ def test_two_processes_equal_one(trained, tmp_path):
         pulled = pulled[pulled < worker.HEIGHT]
         np.testing.assert_array_equal(pulled, np.concatenate(needed))
         # Pulled by both, each a half of the ids: the whole table, in order.
-        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        close: Any = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
         close(part["last"][: worker.HEIGHT], trained)
         for name, x in expected.items():
             close(part[name], x, err_msg=name)

@@ -5,6 +5,7 @@ barrier stands for JAX's collectives; it breaks when a process dies.
 """
 
 import threading
+from typing import Any
 
 import numpy as np
 import optax
@@ -28,6 +29,7 @@ class Host:
     def __init__(self, process, barrier, gathered, kill_at, tx):
         self.process, self._barrier, self._gathered = process, barrier, gathered
         self._left, self.error, self.steps = kill_at, None, 0
+        self.version: Any = None
         self.store = sj.store.KVStore()
         processes = _processes.Processes(process, 2, self._gather)
         self.store.engine.processes = processes

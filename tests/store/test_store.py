@@ -337,15 +337,15 @@ def test_rows_start_the_same_in_any_order():
             store.pull("t", rng.integers(0, 1000, size))
     first, *others = (store.pull_all("t") for store in stores)
     assert stores[2].stats()["t"].touched_rows == 0  # pull_all touches nothing
-    others.append(stores[2].pull("t", np.arange(1000), capacity=1000).values)
-    for rows in others:
+    pulled = stores[2].pull("t", np.arange(1000), capacity=1000).values
+    for rows in (*others, pulled):
         assert_same_bits(rows, first)
     assert abs(first.std() - 0.1) < 0.01
 
 
 def test_initializers():
     fans = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-    first = lambda *args, **options: store_of(*args, None, **options).pull_all("t")
+    first = lambda x, **options: store_of(x, None, **options).pull_all("t")
     rows = first((4000, 16), initializer=fans)
     assert abs(rows.std() - 0.25) < 0.01  # flax's own for embeddings: 1 / sqrt(16)
     for constant in (jax.nn.initializers.ones, lambda k, s, d: jnp.full(s, 1.0, d)):

@@ -36,7 +36,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 if __name__ == "__main__":  # before JAX is imported
@@ -66,6 +66,7 @@ class Hangs(BaseException):
 
 
 _NUMBERS = [0, 1, 2, 7, 255, 256, 65535, 1 << 20, 1 << 31, 1 << 32, 1 << 40, 1 << 62]
+_ORDERS: list[Literal["little", "big"]] = ["little", "big"]
 _NUMBERS += [(1 << k) - 1 for k in (31, 32, 53, 63, 64)]
 # Words that mean something to a parser.
 _WORDS = '"|""|,|\t|\r\n|\n\n|#|:|qid:|-1|nan|1e999|0x1|1_0|{|}|[|]|(|null|PK|None'
@@ -82,8 +83,8 @@ def _changed_once(rng: random.Random, data: bytes) -> bytes:
     if kind == 1:
         old, new = data[at : at + 1], bytes(b ^ 1 << rng.randrange(8) for b in old[:1])
     elif kind == 2:
-        size, order = rng.choice([1, 2, 4, 8]), rng.choice(["little", "big"])
-        new = (number % (1 << 8 * size)).to_bytes(size, order)
+        size = rng.choice([1, 2, 4, 8])
+        new = (number % (1 << 8 * size)).to_bytes(size, rng.choice(_ORDERS))
         old = new
     elif kind == 3:
         new = b""

@@ -70,7 +70,7 @@ def search(kind, seed, examples, seconds=30.0):
         max_examples=examples,
         database=None,
         deadline=None,
-        suppress_health_check=list(hypothesis.HealthCheck),
+        suppress_health_check=list[Any](hypothesis.HealthCheck),
     )
     run_all = settings(hypothesis.seed(seed)(hypothesis.given(module.cases)(one)))
     try:

@@ -161,7 +161,7 @@ def test_explain_without_its_second_parentheses():
     with pytest.raises(
         TypeError, match=r"come in a second call, as in sparsejax\.grad"
     ):
-        sj.explain(_params())
+        sj.explain(_params())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.window

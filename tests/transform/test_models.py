@@ -105,7 +105,7 @@ def _twice(m):
     return 2.0 * _call(m, IDS[:2])
 
 
-def _nnx(call, make=NnxModel):
+def _nnx(call, make: Any = NnxModel):
     graph, state = nnx.split(make())
     return lambda state: call(nnx.merge(graph, state)), state
 

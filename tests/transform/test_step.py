@@ -6,6 +6,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -35,7 +36,7 @@ def loss_fn(params, batch):
     return jnp.mean((logits - batch["y"]) ** 2)
 
 
-def make_step(tx=SGD, value_and_grad=sj.value_and_grad, more=None, loss=loss_fn):
+def make_step(tx=SGD, value_and_grad=sj.value_and_grad, more=None, loss=loss_fn) -> Any:
     def step(params, state, batch):
         value, grads = value_and_grad(loss)(params, batch)
         updates, state = tx.update(grads, state, params)

@@ -189,7 +189,7 @@ def _both(loss, *args, **options):
 
     @jax.jit
     def run(*args):
-        g = sj.grad(loss, **options)(*args)
+        g: Any = sj.grad(loss, **options)(*args)
         return g, g.to_dense(), jax.grad(loss)(*args)
 
     return run(*args)
