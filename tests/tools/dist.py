@@ -46,7 +46,7 @@ print("sparsejax", sj.__version__, "with jax", jax.__version__)
 def main(keep: str | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder)
-        _run(sys.executable, "-m", "build", "-o", out, ROOT)
+        _run(sys.executable, "-I", "-m", "build", "-o", out, ROOT)
         (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
         _run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
         with tarfile.open(sdist) as archive:
@@ -80,7 +80,6 @@ def _check(path: pathlib.Path, names: list[str], pattern: str) -> None:
 def _run(*command: object) -> str:
     done = subprocess.run(
         [str(part) for part in command],
-        cwd=tempfile.gettempdir(),  # `python -m build` must not find a folder `build`
         capture_output=True,
         text=True,
         check=False,
