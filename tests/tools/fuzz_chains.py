@@ -405,7 +405,9 @@ def sees_moved_rows(chain):
 def may_be_refused(chain):
     """Return True if `lazy` may refuse a chain that works row by row."""
     woken, kept = has(chain, "wakes", "norm"), has(chain, "moves", "kept")
-    return woken or kept or decides_by_rows(chain)
+    order = " ".join(name for name, _ in _flat(chain))
+    not_a_number = re.search(r"set_to_zero .*\bnormalize\b", order)  # 0 / 0 in all rows
+    return bool(woken or kept or not_a_number or decides_by_rows(chain))
 
 
 def must_be_exact(chain):
