@@ -66,8 +66,8 @@ class Hangs(BaseException):
 
 
 _NUMBERS = [0, 1, 2, 7, 255, 256, 65535, 1 << 20, 1 << 31, 1 << 32, 1 << 40, 1 << 62]
-_ORDERS: list[Literal["little", "big"]] = ["little", "big"]
 _NUMBERS += [(1 << k) - 1 for k in (31, 32, 53, 63, 64)]
+_ORDERS: list[Literal["little", "big"]] = ["little", "big"]
 # Words that mean something to a parser.
 _WORDS = '"|""|,|\t|\r\n|\n\n|#|:|qid:|-1|nan|1e999|0x1|1_0|{|}|[|]|(|null|PK|None'
 

@@ -48,7 +48,7 @@ def main(keep: str | None = None) -> None:
         out = pathlib.Path(folder)
         _run(sys.executable, "-I", "-m", "build", "-o", out, ROOT)
         (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
-        _run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
+        _run(sys.executable, "-I", "-m", "twine", "check", "--strict", sdist, wheel)
         with tarfile.open(sdist) as archive:
             names = [x.name.partition("/")[2] for x in archive if x.isfile()]
         _check(sdist, names, OF_THE_SDIST)

@@ -652,10 +652,14 @@ def _exact(chain):
         (params, state), (dense_params, dense_state), flushed = step_of_both(
             params, state, dense_params, dense_state, sparse, dense
         )
-        # After 0 / 0 in a norm, optax has NaN in all rows, `exact` in those read.
-        if not all(np.isfinite(x).all() for x in jax.tree.leaves(dense_params)):
-            return "skipped"
-        _assert_equal(flushed, (dense_params, dense_state), 1e-5, f"step {step}")
+        try:
+            _assert_equal(flushed, (dense_params, dense_state), 1e-5, f"step {step}")
+        except AssertionError:
+            # After 0 / 0 in a norm, optax has NaN in all rows, `exact` in those read.
+            dense = jax.tree.leaves((dense_params, dense_state))
+            if any(np.isnan(x).all() for x in dense if x.shape[:1] == (V,)):
+                return "skipped"
+            raise
     return "compared"
 
 
