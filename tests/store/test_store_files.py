@@ -1,7 +1,6 @@
 """Stores in files: saved whole or not at all, and tables mapped into memory."""
 
 import concurrent.futures
-import contextlib
 import errno
 import fcntl
 import io
@@ -37,11 +36,7 @@ ARRAY = np.random.default_rng(0).standard_normal((V, D)).astype(np.float32)
 
 def one_table(tx: Any = TX, shape: Any = (V, D), initializer: Any = NORMAL, **options):
     store = sj.store.KVStore()
-    try:
-        store.init("t", shape, tx, initializer=initializer, **options)
-    except BaseException:
-        store.close()
-        raise
+    store.init("t", shape, tx, initializer=initializer, **options)
     return store
 
 
@@ -52,12 +47,12 @@ def new_store(tx: Any = TX, given_tx: Any = None, seed=1, path=None):
     return store
 
 
-def steps(store, seeds):
+def steps(seeds, *stores):
     """Pushes to each table with an optimizer."""
-    for seed in seeds:
-        ids = np.random.default_rng(seed).integers(0, V, 8)
-        for name in store.names():
-            if store.is_trainable(name):
+    for store in stores:
+        for seed in seeds:
+            ids = np.random.default_rng(seed).integers(0, V, 8)
+            for name in filter(store.is_trainable, store.names()):
                 spec = store.spec(name)
                 rows, _ = make_rows(ids, V, spec.shape[1:], spec.dtype, seed=seed)
                 store.push(name, rows)
@@ -68,18 +63,13 @@ def same_weights(store, other):
         assert_same_bits(store.pull_all(name), other.pull_all(name))
 
 
-def same_state(store, other):
+def same(store, other):
+    """Weights, optimizer states, and which rows were touched."""
     same_weights(store, other)
     for name in store.names():
         mine, theirs = store.engine.tables[name], other.engine.tables[name]
         for a, b in zip([*mine.by_row, *mine.rest], [*theirs.by_row, *theirs.rest]):
             assert_same_bits(a, b)
-
-
-def same(store, other):
-    same_state(store, other)
-    for name in store.names():
-        mine, theirs = store.engine.tables[name], other.engine.tables[name]
         assert_same_bits(mine.touched, theirs.touched)
 
 
@@ -109,8 +99,8 @@ def files(directory):
 def test_loaded_is_saved_and_goes_on_alike(tmp_path):
     """With a tree in the same file; its tables of the store are not saved again."""
     store, other, path = new_store(), new_store(seed=2), tmp_path / "file"
-    steps(store, range(2))
-    steps(other, range(10, 13))  # is forgotten, and the seed comes with the file
+    steps(range(2), store)
+    steps(range(10, 13), other)  # is forgotten, and the seed comes with the file
     devices = jax.sharding.SingleDeviceSharding(jax.devices()[-1])
     tree = {
         "table": store["t"],
@@ -126,17 +116,16 @@ def test_loaded_is_saved_and_goes_on_alike(tmp_path):
     plain, key = tree.pop("plain"), tree.pop("key")
     empty: Any = jax.tree.map(lambda x: x * 0, tree)
     empty |= {"key": jax.random.key(9), "plain": [0, 0.0, False, ""]}
-    found = other.load(path, empty)
+    loaded = other.load(path, empty)
     for seed in (3, 4):
         same(other, store)
-        for each in (store, other):
-            steps(each, [seed])
-    assert found["table"] == store["t"] and found["plain"] == plain
-    assert_same_bits(*map(jax.random.key_data, (found["key"], key)))
+        steps([seed], store, other)
+    assert loaded["table"] == store["t"] and loaded["plain"] == plain
+    assert_same_bits(*map(jax.random.key_data, (loaded["key"], key)))
     for name in "half", "there", "numpy":
-        jax.tree.map(assert_same_bits, found[name], tree[name])
-    assert type(found["numpy"][1]) is np.float32
-    assert found["there"].sharding == devices and not found["half"].committed
+        jax.tree.map(assert_same_bits, loaded[name], tree[name])
+    assert type(loaded["numpy"][1]) is np.float32
+    assert loaded["there"].sharding == devices and not loaded["half"].committed
     # A tree that is not asked for, and one that is not there.
     assert other.load(path) is None
     store.save(path)
@@ -152,39 +141,50 @@ def test_only_rows_touched_are_saved(tmp_path):
     assert 100 * (8 + 64) < size < 100 * (8 + 64) + 4000
 
 
-@pytest.mark.parametrize("work", ["save", "export_changes"])
-def test_an_error_while_a_file_is_written_leaves_the_old_one(
-    tmp_path, monkeypatch, work
-):
+def test_an_error_while_a_file_is_written_leaves_the_old_one(tmp_path, monkeypatch):
     store, path = new_store(), tmp_path / "store"
-    options = {"since": 0} if work == "export_changes" else {}
-    write = lambda path: getattr(store, work)(path, **options)
-    steps(store, range(2))
-    write(path)
-    before = path.read_bytes()
-    steps(store, range(2, 4))
+    steps(range(2), store)
 
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(_files.Writer, "array", fail)
-    with pytest.raises(OSError, match="no space left"):
+    for write in store.save, lambda path: store.export_changes(path, since=0):
         write(path)
-    assert path.read_bytes() == before and files(tmp_path) == ["store"]
-    with pytest.raises(FileNotFoundError):
-        write(tmp_path / "missing" / "store")
+        before = path.read_bytes()
+        steps(range(2, 4), store)
+        with monkeypatch.context() as patch:
+            patch.setattr(_files.Writer, "array", fail)
+            with pytest.raises(OSError, match="no space left"):
+                write(path)
+        assert path.read_bytes() == before and files(tmp_path) == ["store"]
+        with pytest.raises(FileNotFoundError):
+            write(tmp_path / "missing" / "store")
 
 
 def test_saving_over_a_mapped_table_is_refused(tmp_path):
-    paths = [tmp_path / "table", tmp_path / "other"]
+    """Also if it is made while the store is saved."""
+    paths = [tmp_path / "table", tmp_path / "other", tmp_path / "late"]
     (tmp_path / "link").symlink_to(paths[0])
+    refused = pytest.raises(ValueError, match="the file of a memory-mapped table")
+    made = []
+
+    def progress(done, total):
+        if not made:
+            made.append(one_table(path=paths[2]))
+
     with one_table(path=paths[0]) as store, one_table(path=paths[1]):
-        steps(store, range(2))
-        for file in (*paths, tmp_path / "link"):
+        steps(range(2), store)
+        for file in (*paths[:2], tmp_path / "link"):
             content = file.read_bytes()
-            with pytest.raises(ValueError, match="the file of a memory-mapped table"):
+            with refused:
                 store.save(file)
             assert file.read_bytes() == content
+        with refused:
+            store.save(paths[2], progress=progress)
+    with made[0] as late:
+        steps([3], late)
+        late.flush()  # its file is in its place
+    assert files(tmp_path) == ["late", "link", "other", "table"]
 
 
 @pytest.mark.slow
@@ -192,11 +192,12 @@ def test_a_load_that_is_stopped(tmp_path):
     """While the file is checked nothing changes; later on the tables are marked."""
     store, path, table = new_store(), tmp_path / "store", tmp_path / "table"
     new_store().save(tmp_path / "empty")
-    steps(store, range(4))
+    steps(range(4), store)
     store.save(path)
     seen = []
     store.load(path, progress=lambda *done: seen.append(done))
-    assert seen[-1][0] == seen[-1][1] == 2 * seen[len(seen) // 2 - 1][0]
+    half = seen[-1][0] // 2
+    assert seen[-1][1] == 2 * half == 2 * seen[len(seen) // 2 - 1][0]
 
     def load_until(other, count):
         def progress(done, total):
@@ -207,15 +208,14 @@ def test_a_load_that_is_stopped(tmp_path):
             other.load(path, progress=progress)
 
     with new_store(path=table) as other, new_store() as start:
-        for each in (other, start):
-            steps(each, range(10, 13))
+        steps(range(10, 13), other, start)
         load_until(other, 1)
         same(other, start)
-        load_until(other, seen[-1][0] // 2 + 1)
+        load_until(other, half + 1)
         for use in (
             lambda: other.pull("narrow", [1]),
             lambda: other.pull_all("given"),
-            lambda: steps(other, [1]),
+            lambda: steps([1], other),
             lambda: other.save(tmp_path / "no"),
         ):
             with pytest.raises(RuntimeError, match="is half loaded.*Call load again"):
@@ -225,7 +225,7 @@ def test_a_load_that_is_stopped(tmp_path):
     table.unlink()
     # Loaded once more, in the same store, nothing is left of the first try.
     with new_store(path=table) as other, new_store() as empty:
-        load_until(other, seen[-1][0] // 2 + 1)
+        load_until(other, half + 1)
         other.load(tmp_path / "empty")
         same(other, empty)
     new_store(path=table).close()  # the mark is gone
@@ -234,104 +234,60 @@ def test_a_load_that_is_stopped(tmp_path):
 # ------------------------------------------------------------------ mapped tables
 
 
-@pytest.mark.slow
-def test_a_mapped_table_outlives_its_store(tmp_path):
-    path, kept = tmp_path / "table", new_store()
-    with new_store(path=path) as store:
-        for each in (store, kept):
-            steps(each, range(3))
+@pytest.mark.parametrize("given", [True, False])
+def test_a_mapped_table_outlives_its_store(tmp_path, given):
+    weights, initializer = (ARRAY, None) if given else ((V, D), NORMAL)
+    reopen = lambda name: one_table(TX, (V, D), initializer, path=tmp_path / name)
+    kept, path = one_table(TX, weights, initializer), tmp_path / "table"
+    with one_table(TX, weights, initializer, path=path) as store:
+        steps(range(3), store, kept)
         assert store.stats()["t"].path == str(path)
         store.flush()
-        store.save(tmp_path / "store")
-    with new_store(path=path) as store:
-        assert_same_bits(store.pull_all("t"), kept.pull_all("t"))
-        steps(store, range(9, 11))
-        store.load(tmp_path / "store")
-        same(store, kept)
-        for each in (store, kept):
-            steps(each, range(3, 5))
-        same(store, kept)
-    with new_store(path=path) as store:
-        assert_same_bits(store.pull_all("t"), kept.pull_all("t"))
-    assert files(tmp_path) == ["store", "table"]
-
-
-def test_a_mapped_table_of_an_array(tmp_path):
-    make = lambda name, shape=(V, D): one_table(TX, shape, None, path=tmp_path / name)
-    with make("table", ARRAY) as store:
-        steps(store, [3])
-        expected = store.pull_all("t")
         store.save(tmp_path / "saved")
-    with make("table") as store:
-        assert_same_bits(store.pull_all("t"), expected)
-        steps(store, [4])
+    with reopen("table") as store:
+        same(store, kept)
+        steps([9], store)
         store.load(tmp_path / "saved")
-        assert_same_bits(store.pull_all("t"), expected)
-    with make("other") as store:  # a table that was not given, and then was
+        steps([3], store, kept)
+        same(store, kept)
         store.load(tmp_path / "saved")
-    with make("other") as store:
+        expected = store.pull_all("t")
+    with reopen("other") as store:  # weights that were not given here, and then were
+        store.load(tmp_path / "saved")
+    with reopen("other") as store:
         assert_same_bits(store.pull_all("t"), expected)
         store.save(tmp_path / "again")
         store.assign("t", ARRAY)
         store.load(tmp_path / "again")
         assert_same_bits(store.pull_all("t"), expected)
+    assert files(tmp_path) == ["again", "other", "saved", "table"]
 
 
-def test_of_stores_that_create_a_file_one_has_it(tmp_path):
-    for trial in range(3):
-        path, together = tmp_path / f"table {trial}", threading.Barrier(4)
+def test_of_stores_that_create_a_file_one_has_it(tmp_path, monkeypatch):
+    """None of them finds a file before it makes its own."""
+    path, together, link = tmp_path / "table", threading.Barrier(4), _mapped.os.link
 
-        def create(k, path=path, together=together):
-            together.wait(20)
-            try:
-                store = one_table(path=path)
-            except RuntimeError as error:
-                assert "is in use by another store" in str(error)
-                return []
-            store.assign("t", np.full((V, D), k))
-            store.flush()  # it has the file that is at the path
-            return [(k, store)]
+    def link_together(*args):
+        together.wait(20)
+        link(*args)
 
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            ((k, store),) = sum(pool.map(create, range(4)), [])
-        store.close()
-        with one_table(path=path) as store:
-            assert (store.pull_all("t") == k).all()
-    assert len(files(tmp_path)) == trial + 1
+    def create(k):
+        try:
+            store = one_table(path=path)
+        except RuntimeError as error:
+            assert "is in use by another store" in str(error)
+            return []
+        store.assign("t", np.full((V, D), k))
+        store.flush()  # it has the file that is at the path
+        return [(k, store)]
 
-
-def test_a_table_that_is_created_meanwhile(tmp_path, monkeypatch):
-    """The file appears after it was searched, as with two processes at once."""
-    path = tmp_path / "table"
+    monkeypatch.setattr(_mapped.os, "link", link_together)
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        ((k, store),) = sum(pool.map(create, range(4)), [])
+    store.close()
     with one_table(path=path) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(_mapped.pathlib.Path, "exists", lambda self: False)
-            with pytest.raises(RuntimeError, match="is in use by another store"):
-                one_table(path=path)
-            with pytest.raises(ValueError, match="'t' has an array, but .* already"):
-                one_table(TX, ARRAY, None, path=path)
-        steps(store, [0])
-        expected = store.pull_all("t")
-    with one_table(path=path) as store:
-        assert_same_bits(store.pull_all("t"), expected)
+        assert (store.pull_all("t") == k).all()
     assert files(tmp_path) == ["table"]
-
-
-def test_a_table_that_is_created_while_a_store_is_saved(tmp_path):
-    path = tmp_path / "file"
-    with new_store() as store, contextlib.ExitStack() as stack:
-        steps(store, range(2))
-        made = []
-
-        def progress(done, total):
-            if not made:
-                made.append(stack.enter_context(one_table(path=path)))
-
-        with pytest.raises(ValueError, match="the file of a memory-mapped table"):
-            store.save(path, progress=progress)
-        steps(made[0], [3])
-        made[0].flush()  # its file is in its place
-    assert files(tmp_path) == ["file"]
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -392,7 +348,7 @@ def test_a_forked_child_neither_keeps_nor_gives_up_the_lock(
     forked.set()
     with pytest.raises(RuntimeError, match="is in use by another store"):
         one_table(path=path)
-    steps(store, [0])
+    steps([0], store)
     store.save(tmp_path / "store")
     store.load(tmp_path / "store")  # writes a header
     if prefetching:
@@ -440,36 +396,32 @@ def test_headers_that_no_store_wrote(tmp_path, change):
         one_table().load(saved)
 
 
-_KINDS = np.full(V, 2, np.uint8)  # rows that were given
-_KINDS[[4, 9, 10]] = 1  # with state: one more than the header says
+_GIVEN = np.full(V, 2, np.uint8)  # the kinds of rows that were given
+_GIVEN[[4, 9, 10]] = 1  # with state: one more than the header says
+_KEYS = ("other", [0, 0]), ("threefry2x32", [0, 1 << 40])
 
 
 @pytest.mark.parametrize(
-    "message, shape, change, arrays",
+    "message, shape, change",
     [
-        ("its rows are not ascending row ids", (V, D), {}, {"rows": [5, 3]}),
-        ("its rows are not ascending row ids", (V, D), {}, {"rows": [3, V]}),
-        ("its rows are not ascending row ids", (V, D), {}, {"rows": [3, 3]}),
-        ("kinds of rows do not", (V, D), {}, {"kinds": np.array([1, 3], np.uint8)}),
-        ("kinds of rows do not", (V, D), {}, {"kinds": np.array([0, 1], np.uint8)}),
-        ("kinds of rows do not", ARRAY, {}, {"kinds": _KINDS}),
-        ("kinds of rows do not", ARRAY, {"given": False}, {}),
-        ("its key is", (V, D), {"key": {"impl": "other", "data": [0, 0]}}, {}),
-        (
-            "its key is",
-            (V, D),
-            {"key": {"impl": "threefry2x32", "data": [0, 1 << 40]}},
-            {},
-        ),
+        *(("not ascending row ids", (V, D), {"rows": x}) for x in ([5, 3], [3, V])),
+        ("not ascending row ids", (V, D), {"rows": [3, 3]}),
+        ("kinds of rows do not", (V, D), {"kinds": np.array([1, 3], np.uint8)}),
+        ("kinds of rows do not", (V, D), {"kinds": np.array([0, 1], np.uint8)}),
+        ("kinds of rows do not", ARRAY, {"kinds": _GIVEN}),
+        ("kinds of rows do not", ARRAY, {"given": False}),
+        *(("its key is", (V, D), {"key": {"impl": x, "data": y}}) for x, y in _KEYS),
     ],
 )
-def test_a_damaged_save_changes_nothing(tmp_path, message, shape, change, arrays):
+def test_a_damaged_save_changes_nothing(tmp_path, message, shape, change):
     initializer = None if shape is ARRAY else NORMAL
     store, other, new = (one_table(TX, shape, initializer) for _ in range(3))
     path = tmp_path / "store"
     store.push("t", make_rows([4, 9], V, (D,))[0])
     store.save(path)
-    rewrite(path, lambda header: header["tables"]["t"].update(change), **arrays)
+    arrays = {name: change[name] for name in ("rows", "kinds") if name in change}
+    fields = {} if arrays else change
+    rewrite(path, lambda header: header["tables"]["t"].update(fields), **arrays)
     with pytest.raises(ValueError, match=f"of table 't', .*{message}"):
         other.load(path)
     same(other, new)
