@@ -24,7 +24,7 @@ from helpers import (
     assert_trees_close,
     to_dense,
 )
-from optimizers import LR, SCHEDULE, V, check_steps, make_grads, make_params, step
+from optimizers import LR, SCHEDULE, V, make_grads, make_params, step
 from sparsejax import optim
 from sparsejax.optim import lazy
 
@@ -63,13 +63,6 @@ def _draw(*shape, seed=0):
 
 
 # ------------------------------------------------------------------ what all share
-
-
-@pytest.mark.slow
-@each
-def test_rows_are_the_dense_run_with_other_rows_put_back(name):
-    steps = [make_grads(t) for t in range(3)]  # duplicates, empty slots with NaN
-    check_steps(TXS[name], make_params(), steps, lift=lambda tx: tx)
 
 
 @each
@@ -184,13 +177,10 @@ def test_wrong_calls():
     ):
         with pytest.raises((TypeError, ValueError), match=words):
             call()
-
-
-@pytest.mark.parametrize("name", ["partial_rowwise_lamb", "weight_decay", "ema"])
-def test_params_are_asked_for(name):
-    for grads in (make_grads(0), to_dense(make_grads(0))):
-        with pytest.raises(ValueError, match="params"):
-            TXS[name].update(grads, TXS[name].init(make_params()))
+    for name in ("partial_rowwise_lamb", "weight_decay", "ema"):
+        for grads in (make_grads(0), to_dense(make_grads(0))):
+            with pytest.raises(ValueError, match="params"):
+                TXS[name].update(grads, TXS[name].init(make_params()))
 
 
 # ------------------------------------------------------------------ rules
@@ -267,7 +257,7 @@ FTRL = [
     {"learning_rate": 0.2, "beta": 0.0, "l1": 2.0},
 ]
 RULES = [
-    (adagrad, optim.adagrad(LR, eps=1e-10)),
+    (adagrad, optim.adagrad(LR, 0.1, eps=1e-10)),
     (rowwise_adagrad, optim.rowwise_adagrad(LR, eps=1e-2)),
     (group_adagrad, optim.group_adagrad(LR, eps=1e-2)),
     (rowwise_adam, optim.rowwise_adam(LR, **ADAM)),
@@ -283,7 +273,10 @@ RULES = [
 
 @pytest.mark.parametrize("rule, tx", RULES)
 def test_as_defined(rule, tx, x64):
-    """Four steps by rows with duplicates, and a dense one, which moves all rows."""
+    """Four steps by rows with duplicates, and a dense one, which moves all rows.
+
+    Rows that are not read keep their bits.
+    """
     params = make_params("float64", cube=True)["cube"]
     w, state, seen = np.array(params), tx.init(params), np.zeros(V)
     held = lambda state: {
@@ -291,14 +284,16 @@ def test_as_defined(rule, tx, x64):
         for field, x in state._asdict().items()
         if field != "count" and x is not None
     }
-    expected, update = held(state), jax.jit(tx.update)
+    expected, run = held(state), jax.jit(functools.partial(step, tx))
     for t in range(5):
         g = make_grads(t, "float64", cube=True)["cube"]
         touched = np.unique(g.rows[(g.rows >= 0) & (g.rows < V)])
         if t == 4:
             g, touched = g.to_dense(), np.arange(V)
-        updates, state = update(g, state, params)
-        params = optax.apply_updates(params, updates)
+        old = params
+        params, state = run(params, state, g)
+        others = np.setdiff1d(np.arange(V), touched)
+        assert_same_bits(params[others], old[others])
 
         sums = np.asarray(g if t == 4 else g.to_dense())
         seen[touched] += 1
@@ -307,22 +302,10 @@ def test_as_defined(rule, tx, x64):
         for field in expected:
             expected[field][touched] = s[field]
     assert seen.min() == 1 and seen.max() > 2 and state.count == 5
+    assert run._cache_size() == 2
     found = {"weights": np.asarray(params), **held(state)}
     assert_trees_close(found, {"weights": w, **expected}, rtol=1e-9)
     np.testing.assert_array_equal(params == 0, w == 0)
-
-
-@pytest.mark.usefixtures("loose_promotion")
-def test_rows_of_one_number_are_plain_adam():
-    """Also where 1 - b2 is small: optax's own power is off by 1e-5 there."""
-    params = jnp.zeros((V, 1))
-    txs = optim.rowwise_adam(LR), optax.adam(LR), optim.row_count_adam(LR)
-    states, steps = [tx.init(params) for tx in txs], [jax.jit(tx.update) for tx in txs]
-    for g in _draw(3, V, 1):
-        results = [step(g, state) for step, state in zip(steps, states)]
-        states = [state for _, state in results]
-        assert_trees_close(results[0][0], results[1][0], rtol=2e-5)
-        assert_trees_close(results[0][0], results[2][0])  # all rows at each step
 
 
 @pytest.mark.parametrize("make", [optim.rowwise_adagrad, optim.rowwise_adam])
@@ -343,18 +326,6 @@ def test_lamb_moves_rows_of_zeros():
     assert np.all(updates[1:] == 0)
 
 
-def test_a_late_first_step_is_a_whole_one():
-    """With a count for each row it is one learning rate, with optax's it is three."""
-    params, late = jnp.zeros((V, 2)), jnp.ones((V, 2))
-    for tx, size in (
-        (optim.row_count_adam(LR), LR),
-        (optim.rowwise_adam(LR), LR * 0.1 / np.sqrt(0.001)),
-    ):
-        state = tx.init(params)._replace(count=jnp.array(10_000, jnp.int32))
-        updates, _ = tx.update(late, state)
-        np.testing.assert_allclose(updates, -size, rtol=1e-3)
-
-
 def test_bias_leaves_and_rows_without_elements():
     """In rank 1 each element is a row; a row of no elements has mean 0, not NaN."""
     params = {"bias": jnp.zeros(3), "scalar": jnp.zeros(()), "empty": jnp.zeros((4, 0))}
@@ -373,7 +344,7 @@ def test_bias_leaves_and_rows_without_elements():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "params_dtype, grads_dtype",
-    [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float32")],
+    [("float32", "bfloat16"), ("bfloat16", "bfloat16")],
 )
 def test_zeros_of_ftrl_are_exact(params_dtype, grads_dtype):
     """Whatever the weights were: `old + (0 - old)` is 0, in rows and dense alike."""
@@ -430,29 +401,15 @@ def test_a_touched_row_is_where_the_dense_run_has_it(name):
         touched = np.unique(rows)
         np.testing.assert_allclose(params[touched], dense[touched], rtol=2e-5)
     assert np.any(np.abs(params - dense) > 0.05)
-    flushed, state = jax.jit(optim.flush_weight_decay)(params, state)
+    flushed, after = jax.jit(optim.flush_weight_decay)(params, state)
     np.testing.assert_allclose(flushed, dense, rtol=2e-5)
     # Up to date: another flush changes nothing.
-    again, _ = optim.flush_weight_decay(flushed, state)
+    again, _ = optim.flush_weight_decay(flushed, after)
     np.testing.assert_array_equal(again, flushed)
-
-
-@pytest.mark.usefixtures("loose_promotion")
-def test_rows_touched_at_every_step_have_adamw():
-    params = {"table": jnp.ones((ROWS, D)), "bias": jnp.ones(3)}
-    draw = lambda t: {k: _draw(*x.shape, seed=t) for k, x in params.items()}
-    grads = [draw(t) for t in range(6)]
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def train(tx, grads):
-        carry = params, tx.init(params)
-        for g in grads:
-            carry = step(tx, *carry, g)
-        return carry[0]
-
-    ours = optax.chain(optax.adam(SCHEDULE), optim.weight_decay(RATE, SCHEDULE))
-    theirs = optax.adamw(SCHEDULE, weight_decay=RATE)
-    assert_trees_close(train(ours, grads), train(theirs, grads))
+    # A dense gradient touches all rows.
+    params, _ = run(params, state, jnp.ones((ROWS, D)))
+    rate = float(lr(jnp.array(9))) if callable(lr) else lr
+    np.testing.assert_allclose(params, dense * (1 - rate * RATE) - rate, rtol=2e-5)
 
 
 def test_many_steps_of_decay_lose_no_digit():

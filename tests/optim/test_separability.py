@@ -152,6 +152,7 @@ NOT_BY_ROWS = {
     "running sum": lambda g, w, s: (jnp.cumsum(g, axis=0), s),
     "softmax over rows": lambda g, w, s: (g * jax.nn.softmax(g, axis=0), s),
     "largest row": lambda g, w, s: (g * jnp.argmax(jnp.sum(g, axis=1)), s),
+    "order of rows": lambda g, w, s: (jnp.sort(g, axis=0), s),
     "products of rows": lambda g, w, s: (g @ (g.T @ g), s),
     "loop over rows": lambda g, w, s: (jax.lax.map(lambda x: x * 2, g), s),
     "noise": lambda g, w, s: (g * jax.random.normal(jax.random.key(0), g.shape), s),
