@@ -27,7 +27,6 @@ from helpers import (
 )
 from oracle import run_steps, train_in_memory
 from programs import PROGRAMS, D, N, V
-from test_store import TRANSFORMATIONS
 
 
 # The store runs optax, which relies on implicit promotion.
@@ -36,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 BATCH = 12
 # One object for all stores, so that its programs are compiled once.
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
+SCHEDULED = optax.adam(optax.cosine_decay_schedule(0.1, 20))
 
 
 def weights(seed=0):
@@ -162,22 +162,34 @@ def test_each_way_of_reading(names):
 # ------------------------------------------------------------------ training
 
 
-@pytest.mark.parametrize("name", ["adam", "rowwise_adagrad"])
-def test_training_equals_training_in_memory(name):
-    """With the same bits if rows are read early."""
-    tx, trained = TRANSFORMATIONS[name](), []
-    expected, memory, _ = train_in_memory(simple, arrays(), tx, BATCHES)
-    for depth in (None, 0, 3) if name == "adam" else (1,):
-        store = make_store(tx)
-        params = with_tables(store, arrays())
-        losses, params, _ = train_on_store(store, simple, params, tx, depth=depth)
+@pytest.mark.usefixtures("eight_devices")
+def test_training_equals_training_in_memory():
+    """With the same bits if rows are read early, and on a mesh."""
+    batches = [jax.tree.map(lambda x: np.resize(x, 16), batch) for batch in BATCHES]
+    expected, memory, _ = train_in_memory(simple, arrays(), SCHEDULED, batches)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+    trained = []
+    for depth, on_mesh in (None, False), (0, False), (3, False), (1, True):
+        store = make_store(SCHEDULED, mesh if on_mesh else None)
+        params, given = with_tables(store, arrays()), batches
+        if on_mesh:
+            params["w"] = put(params["w"], P())
+            given = [put(batch, P("x")) for batch in batches]
+        # Adam's count begins on one device and comes back on all.
+        losses, params, _ = train_on_store(
+            *(store, simple, params, SCHEDULED, given),
+            depth=depth,
+            compilations=1 + on_mesh,
+        )
         assert params["items"] == store["items"]
         tables = {name: store.pull_all(name) for name in ("items", "users")}
         trained.append((losses, tables | {"w": params["w"]}))
-        jax.tree.map(assert_same_bits, trained[0], trained[-1])
-    assert_trees_close(losses, expected, rtol=1e-5)
-    assert_trees_close(params["w"], memory["w"], rtol=1e-5)
-    assert_tables_close(store, items=memory["items"], users=memory["users"])
+        if not on_mesh:
+            jax.tree.map(assert_same_bits, trained[0], trained[-1])
+        assert_trees_close(losses, expected, rtol=1e-5)
+        assert_trees_close(params["w"], memory["w"], rtol=1e-5)
+        assert_tables_close(store, items=memory["items"], users=memory["users"])
 
 
 # ------------------------------------------------------------------ the call
@@ -202,9 +214,8 @@ def test_aux_and_argnums():
     assert_trees_close(grads[1], of_w, rtol=1e-5)
     assert_trees_close(to_dense(grads[0]["items"]), of_tables["items"], rtol=1e-4)
     # A table of an argument that is not differentiated is read without a gradient.
-    (_, _), of_w = store.value_and_grad(loss, has_aux=True)(
-        params["w"], with_tables(store, {}), batch, power=2
-    )
+    run = store.value_and_grad(loss, has_aux=True)
+    _, of_w = run(params["w"], with_tables(store, {}), batch, power=2)
     assert_trees_close(of_w, grads[1], rtol=1e-5)
 
 
@@ -261,30 +272,25 @@ def test_frozen_tables_and_tables_on_the_device():
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int16])
 def test_ids_of_numpy(dtype):
-    store, params = make_store(), arrays()
+    store = make_store()
     read = lambda params, ids: jnp.sum(sj.lookup(params["items"], ids, mode="zero"))
     ids = np.array([7, 3, 7, 199], dtype)
     if dtype == np.int64:
         ids = np.append(ids, [2**40 + 1, -5])
-    value, grads = store.value_and_grad(read)(with_tables(store, params), ids)
+    value, grads = store.value_and_grad(read)({"items": store["items"]}, ids)
     assert_trees_close(value, weights(0)[[7, 3, 7, 199]].sum(), rtol=1e-5)
     assert np.asarray(grads["items"].rows)[:4].tolist() == [3, 7, 199, V]
 
 
 def test_new_ids_do_not_compile_again():
+    """Nor those of a step: `train_on_store` counts its compilations."""
     store = make_store()
     counted = count_traces(simple)
     run = store.value_and_grad(counted)
-    params = with_tables(store, arrays())
     for seed in range(5):
-        run(params, make_batch(seed))
+        run(with_tables(store, arrays()), make_batch(seed))
     # Once for the ids, once for the step; the few distinct rows of another batch fit.
     assert counted.count == 2
-    step = store.train_step(simple, SGD)
-    state = SGD.init(params)
-    for seed in range(5):
-        params, state, _ = step(params, state, make_batch(seed))
-    assert step.compilations == 1
 
 
 def test_capacity_is_measured_and_grows():
@@ -355,24 +361,20 @@ def test_cached_tables_are_trained_as_in_memory(users):
 # ------------------------------------------------------------------ refusals
 
 
-def test_ids_that_depend_on_rows():
-    """Rows of the store cannot decide, in a loop neither; those on the device can."""
+def test_ids_that_are_computed():
+    """From rows of the store they cannot be, but from arrays and parameters."""
     store = make_store()
     links = np.arange(V, dtype=np.int32)[::-1]
     store.init("next", links, None, dtype=np.int32)
     ids, on_device = make_batch()["item"], jnp.asarray(links)
-    params = {"next": store["next"], "items": store["items"]}
+    params = with_tables(store, {"next": store["next"], "w": jnp.full(1, 2.0)})
     hop = lambda p, ids: lax.scan(lambda i, _: (p["next"][i], i), ids[0], None, 3)
     with pytest.raises(ValueError, match="depend on rows of table 'next'"):
         store.forward(hop)(params, ids)
     two = store.forward(lambda p, ids: {"rows": p["items"][on_device[ids]]})
     assert_same_bits(two(params, ids)["rows"], weights(0)[links[ids]])
-
-
-def test_ids_that_depend_on_parameters():
-    store = make_store()
-    params = {"items": store["items"], "w": jnp.full(1, 2.0)}
     loss = lambda p, ids: jnp.sum(p["items"][ids + p["w"].astype(int)[0]])
+    params = {"items": store["items"], "w": jnp.full(1, 2.0)}
     value, _ = store.value_and_grad(loss)(params, jnp.array([1, 5]))
     assert_trees_close(value, weights(0)[[3, 7]].sum(), rtol=1e-5)
 
@@ -390,32 +392,7 @@ def test_the_table_as_an_object():
             use(table)
 
 
-# ------------------------------------------------------------------ a mesh
-
-
-@pytest.mark.usefixtures("eight_devices")
-def test_on_a_mesh():
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-    batches = [jax.tree.map(lambda x: np.resize(x, 16), batch) for batch in BATCHES]
-    expected, memory, _ = train_in_memory(simple, arrays(), ADAM, batches)
-    store = make_store(ADAM, mesh)
-    params = with_tables(store, {"w": put(arrays()["w"], P())})
-    split = [put(batch, P("x")) for batch in batches]
-    # Adam's count begins on one device and comes back on all.
-    losses, params, _ = train_on_store(
-        store, simple, params, ADAM, split, compilations=2
-    )
-    assert_trees_close(losses, expected, rtol=1e-5)
-    assert_trees_close(params["w"], memory["w"], rtol=1e-5)
-    assert_tables_close(store, items=memory["items"], users=memory["users"])
-
-
 # ------------------------------------------------------------------ frameworks
-
-
-def towers_loss(score, batch):
-    return jnp.mean((score - batch["weight"]) ** 2)
 
 
 def store_of(tables):
@@ -425,8 +402,9 @@ def store_of(tables):
     return store
 
 
-def assert_trains_as_in_memory(store, loss, in_memory, on_store, tables):
+def assert_trains_as_in_memory(store, score, in_memory, on_store, tables):
     """`tables` takes a tree of parameters and returns {name: table}."""
+    loss = lambda p, batch: jnp.mean((score(p, batch) - batch["weight"]) ** 2)
     expected, memory, _ = train_in_memory(loss, in_memory, ADAM, BATCHES)
     assert {t.name for t in tables(on_store).values()} == {"items", "users"}
     losses, _, _ = train_on_store(store, loss, on_store, ADAM)
@@ -443,19 +421,17 @@ def test_linen():
         def __call__(self, batch):
             user = linen.Embed(V, D, name="users")(batch["user"])
             item = linen.Embed(V, D, name="items")(batch["item"])
-            both = jnp.concatenate([user, item], axis=-1)
-            return linen.Dense(1)(jnp.tanh(linen.Dense(8)(both)))[:, 0]
+            return linen.Dense(1)(jnp.tanh(jnp.concatenate([user, item], -1)))[:, 0]
 
     model = Model()
     params = jax.eval_shape(lambda: model.init(jax.random.key(0), make_batch()))
     params = drawn(params, 0.5)
     tables = lambda p: {n: p["params"][n]["embedding"] for n in ("items", "users")}
     store = store_of(tables(params))
-    on_store = copy.deepcopy(jax.tree.map(jnp.copy, params))
+    on_store = jax.tree.map(jnp.copy, params)  # the step donates
     for name in ("items", "users"):
         on_store["params"][name]["embedding"] = store[name]
-    loss = lambda params, batch: towers_loss(model.apply(params, batch), batch)
-    assert_trains_as_in_memory(store, loss, params, on_store, tables)
+    assert_trains_as_in_memory(store, model.apply, params, on_store, tables)
 
 
 @pytest.mark.window
@@ -470,7 +446,7 @@ def test_nnx():
 
         def __call__(self, batch):
             user, item = self.users(batch["user"]), self.items(batch["item"])
-            return self.top(jnp.tanh(jnp.concatenate([user, item], axis=-1)))[:, 0]
+            return self.top(jnp.tanh(jnp.concatenate([user, item], -1)))[:, 0]
 
     model = Model(nnx.Rngs(0))
     _, in_memory = nnx.split(model)
@@ -482,11 +458,8 @@ def test_nnx():
     model.users.embedding = nnx.Param(store["users"])
     model.items.embedding = nnx.Param(store["items"])
     graph, on_store = nnx.split(model)
-
-    def loss(params, batch):
-        return towers_loss(nnx.merge(graph, params)(batch), batch)
-
-    assert_trains_as_in_memory(store, loss, in_memory, on_store, as_arrays)
+    score = lambda params, batch: nnx.merge(graph, params)(batch)
+    assert_trains_as_in_memory(store, score, in_memory, on_store, as_arrays)
 
 
 def test_equinox():
@@ -503,8 +476,9 @@ def test_equinox():
             self.items = eqx.nn.Embedding(V, D, key=b)
             self.top = eqx.nn.MLP(2 * D, "scalar", 8, 1, key=c)
 
-        def __call__(self, user, item):
-            return self.top(jnp.concatenate([self.users(user), self.items(item)]))
+        def __call__(self, batch):
+            user, item = self.users(batch["user"]), self.items(batch["item"])
+            return self.top(jnp.concatenate([user, item]))
 
     model = drawn(eqx.filter_eval_shape(lambda: Model(jax.random.key(0))), 0.5)
     tables = lambda m: {"items": m.items.weight, "users": m.users.weight}
@@ -515,15 +489,14 @@ def test_equinox():
     on_store, static = eqx.partition(on_store, eqx.is_inexact_array)
     assert static.users.weight == store["users"]
 
-    def loss(params, batch, static):
-        model = eqx.combine(params, static)
-        return towers_loss(jax.vmap(model)(batch["user"], batch["item"]), batch)
+    def score(params, batch, static=static):
+        return jax.vmap(eqx.combine(params, static))(batch)
 
+    sums, batch = lambda *args: jnp.sum(score(*args)), make_batch()
     # The other order of the halves is never a silent zero gradient.
     with pytest.raises((TypeError, ValueError)):
-        store.value_and_grad(lambda p, b: loss(static, b, p))(on_store, make_batch())
+        store.value_and_grad(lambda p, b: sums(static, b, p))(on_store, batch)
     # As an argument or closed over, the static half may keep the tables.
-    value, _ = store.value_and_grad(loss)(on_store, make_batch(), static)
-    half = lambda params, batch: loss(params, batch, static)
-    assert_trees_close(value, jax.jit(half)(in_memory, make_batch()), rtol=1e-5)
-    assert_trains_as_in_memory(store, half, in_memory, on_store, tables)
+    value, _ = store.value_and_grad(sums)(on_store, batch, static)
+    assert_trees_close(value, jax.jit(sums)(in_memory, batch), rtol=1e-5)
+    assert_trains_as_in_memory(store, score, in_memory, on_store, tables)
