@@ -180,14 +180,6 @@ def test_in_shard_map(kind):
     np.testing.assert_allclose(moved, -np.eye(3)[np.arange(8) % 2], rtol=1e-5)
 
 
-def test_extra_arguments_are_passed_on():
-    inner = lazy(optax.polyak_sgd())
-    params, grads = make_params(), make_grads(0)
-    run = lambda tx: jax.jit(tx.update)(grads, tx.init(params), params, value=1.0)[0]
-    found, expected = run(accumulate(inner, 1, 20)), run(inner)
-    assert_trees_close(to_dense(found), to_dense(expected))
-
-
 def test_vectors_have_slots_if_a_tree_says_so():
     """One int gives slots to leaves of rank 2."""
     params = {"a": jnp.zeros(V)}
