@@ -251,14 +251,14 @@ def test_rows_not_caught_up_are_counted_and_put_right():
 
 
 def test_a_step_without_catch_up_is_refused():
-    """Outside of jit too: test_frameworks.py."""
     tx, params = MOMENTUM, make_params()
     batch = next(make_batches(1))
     find = exact_value_and_grad(loss_fn, tx)
 
-    @jax.jit
-    def plain(params, state):
+    def eager(params, state):
         return step(tx, params, state, sj.grad(loss_fn, tables=SPARSE)(params, *batch))
+
+    plain = jax.jit(eager)
 
     @jax.jit
     def right(params, state):
@@ -277,6 +277,7 @@ def test_a_step_without_catch_up_is_refused():
     after_one = right(params, state)
     missing = "grads\\['table'\\] .*catch_up was not called.*exact_value_and_grad"
     for train in (
+        lambda: eager(params, state),
         lambda: plain(params, state),  # the first step
         lambda: plain(*after_one),
         lambda: plain(*FLUSH(*after_one)),

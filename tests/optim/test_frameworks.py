@@ -1,8 +1,7 @@
 """sj.optim with flax's and equinox's trees and training loops, unmodified.
 
-For each framework and each part of `sj.optim` that users call with trees, a few steps
-equal plain JAX with dense gradients. `TrainState` is in `pairs`, which has each way to
-wrap an optimizer in each place.
+A few steps equal plain JAX with dense gradients. `TrainState` is in `pairs`, which has
+each way to wrap an optimizer in each place.
 """
 
 # optax's types know trees of arrays only.
@@ -10,7 +9,6 @@ wrap an optimizer in each place.
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
 import functools
-import itertools
 import re
 from typing import Any, NamedTuple
 
@@ -50,7 +48,7 @@ def _loss(apply, ids):
 # `make` rebuilds a tree of parameters from {"table", "kernel", "bias"}.
 
 
-class Haiku:
+class Plain:
     """Parameters in two levels of dicts, as haiku and plain JAX have them."""
 
     def __init__(self, weights, tx):
@@ -121,10 +119,10 @@ class NnxState(NnxOptimizer):
     def _start(self, tx):
         self.tx, self.state = tx, tx.init(self.params)
 
-    update: Any = Haiku.update
+    update: Any = Plain.update
 
 
-class Equinox(Haiku):
+class Equinox(Plain):
     def __init__(self, weights, tx):
         eqx = self.eqx = pytest.importorskip("equinox")
         key = jax.random.key(0)
@@ -157,7 +155,6 @@ class Equinox(Haiku):
 
 
 FRAMEWORKS = {
-    "haiku": Haiku,
     "nnx_optimizer": NnxOptimizer,
     "nnx_state": NnxState,
     "equinox": Equinox,
@@ -211,10 +208,8 @@ def _average(history):
 
 
 SGD, MOMENTUM = optax.sgd(LR), optax.sgd(LR, momentum=0.9)
-CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adagrad(LR))
 EXACT = optim.exact(MOMENTUM)
 PARTS = {
-    "lazy": Part(lazy(CLIPPED), CLIPPED),
     "exact": Part(
         EXACT,
         MOMENTUM,
@@ -262,7 +257,7 @@ def _train(model, part):
 @functools.cache
 def _dense_run(name):
     part = PARTS[name]
-    model = Haiku(_weights(), optax.identity())
+    model = Plain(_weights(), optax.identity())
     loss = lambda params, ids: _loss(
         lambda i: model.apply(model.make(**params), i), ids
     )
@@ -281,21 +276,19 @@ def _dense_run(name):
     return run(_weights())
 
 
-QUICK = [
+CASES = [
     ("nnx_optimizer", "ema"),
     ("nnx_optimizer", "weight_decay"),
     ("nnx_optimizer", "reset_accumulated"),
     ("nnx_optimizer", "exact"),
     ("nnx_state", "reset_rows"),
     ("equinox", "weight_decay"),
-    ("haiku", "lazy"),
+    ("equinox", "exact"),
+    ("equinox", "reset_rows"),
 ]
-# Each part in one of the frameworks, which take turns; `lazy` and `exact` in three.
-CASES = {*zip(itertools.cycle(FRAMEWORKS), PARTS), *QUICK}
-CASES |= {*itertools.product(("haiku", "nnx_optimizer", "equinox"), ("lazy", "exact"))}
 
 
-@pytest.mark.parametrize("framework, name", slow_but(sorted(CASES), *QUICK))
+@pytest.mark.parametrize("framework, name", slow_but(CASES, *CASES[:6]))
 def test_equals_plain_jax_with_dense_gradients(framework, name):
     part = PARTS[name]
     model = FRAMEWORKS[framework](_weights(), part.tx)
@@ -316,19 +309,6 @@ def test_questions(framework):
     assert optim.is_row_separable(optax.adam(LR), model.params)
     assert not optim.is_row_separable(optax.lamb(LR), model.params)
     assert not optim.is_lazy_exact(optax.adam(LR), model.params)
-
-
-@pytest.mark.parametrize(
-    ("framework", "tx"),
-    [
-        ("haiku", optax.chain(EXACT)),
-        pytest.param("nnx_optimizer", EXACT, marks=pytest.mark.slow),
-    ],
-)
-def test_exact_without_catch_up_is_refused(framework, tx):
-    model = FRAMEWORKS[framework](_weights(), tx)
-    with pytest.raises(ValueError, match="exact_value_and_grad"):
-        _train(model, Part(None, None))
 
 
 def test_a_whole_model():
@@ -377,24 +357,25 @@ TXS = {
 
 
 @pytest.mark.parametrize("name", TXS)
-@pytest.mark.parametrize("restore", [as_dicts, of_type(list), of_type(tuple)])
-def test_a_state_without_its_types_is_refused(name, restore):
+def test_a_state_without_its_types_is_refused(name):
     tx, params = TXS[name], {"t": jnp.ones((40, 2))}
     rows = sj.SelectedRows(jnp.array([3]), jnp.ones((1, 2)), 40)
-    for grad in (rows, rows.to_dense()):
-        with pytest.raises(TypeError, match="restore"):
-            jax.eval_shape(tx.update, {"t": grad}, restore(tx.init(params)), params)
+    for restore in (as_dicts, of_type(list), of_type(tuple)):
+        for grad in (rows, rows.to_dense()):
+            with pytest.raises(TypeError, match="restore"):
+                state = restore(tx.init(params))
+                jax.eval_shape(tx.update, {"t": grad}, state, params)
 
 
 # ------------------------------------------------------------------ pairs
 
 
-# Each wrap in the plain loop and in every second place; all that are refused.
+# Each wrap in the plain loop and in every third place; all that are refused.
 PAIRS = [
     (wrap, place)
     for i, wrap in enumerate(pairs.WRAPS)
     for k, place in enumerate(pairs.PLACES)
-    if (i + k) % 2 or (wrap, place) in {*pairs.REFUSED, *pairs.QUICK}
+    if (i + k) % 3 == 0 or (wrap, place) in {*pairs.REFUSED, *pairs.QUICK}
 ]
 
 
