@@ -5,11 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.sparse import BCSR
-from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_no_dense, assert_trees_close, eqns_of
+from helpers import assert_no_dense, assert_trees_close, eqns_of, to_dense
 
 
 S, C, D = 4, 97, 3
@@ -46,67 +45,41 @@ def transposed(csr, dense, columns=C):
     return sj.dot(csr, dense, transpose=True, num_columns=columns)
 
 
+def assert_products(csr, matrix, dense=DENSE, left=LEFT):
+    """Both products are NumPy's; returns the one of the transpose."""
+    run = jax.jit(lambda *args: (sj.dot(csr, args[0]), transposed(csr, args[1])))
+    got, of_left = run(dense, left)
+    whole, whole_left = map(to_dense, (dense, left))
+    assert_trees_close(got, np.tensordot(matrix, whole, 1))
+    assert isinstance(of_left, sj.SelectedRows)
+    assert_trees_close(
+        jax.jit(to_dense)(of_left), np.tensordot(matrix.T, whole_left, 1)
+    )
+    return of_left
+
+
 # ------------------------------------------------------------------ values
 
 
 @pytest.mark.parametrize("row_shape", [(), (D,), (2, 2), (0,)])
 def test_dense_of_any_rank(row_shape):
-    dense = integers((C, *row_shape))
-    left = integers((S, *row_shape))
-
-    @jax.jit
-    def run(csr, dense, left):
-        got = transposed(csr, left)
-        return sj.dot(csr, dense), got, got.to_dense()
-
-    product, got, whole = run(make_csr(), dense, left)
-    assert_trees_close(product, np.tensordot(matrix(), dense, 1))
-    assert isinstance(got, sj.SelectedRows) and got.shape == (C, *row_shape)
-    assert_trees_close(whole, np.tensordot(matrix().T, left, 1))
+    dense, left = integers((C, *row_shape)), integers((S, *row_shape))
+    got = assert_products(make_csr(), matrix(), dense, left)
     assert got.rows.tolist() == INDEX.tolist()  # a slot each, not merged
+    like = jax.eval_shape(transposed, make_csr(), left)  # before data
+    assert (like.shape, like.capacity) == ((C, *row_shape), 10)
 
 
 @pytest.mark.slow
 def test_scipy_and_bcsr():
     """tests/error_messages.md has other matrices."""
-    sparse = pytest.importorskip("scipy.sparse")
-    want = matrix()
+    sparse, want = pytest.importorskip("scipy.sparse"), matrix()
     bcsr = jax.jit(BCSR.fromdense, static_argnames="nse")(want, nse=20)
     for csr in (sparse.csr_matrix(want), sparse.csr_array(want), bcsr):
-        run = lambda csr=csr: (sj.dot(csr, DENSE), sj.dot(csr, LEFT, transpose=True))
-        got, of_left = jax.jit(run)()
-        assert_trees_close(got, want @ DENSE)
+        assert_products(csr, want)
+        of_left = jax.jit(lambda x, csr=csr: sj.dot(csr, x, transpose=True))(LEFT)
         assert_trees_close(of_left.to_dense(), want.T @ LEFT)
     assert_trees_close(jax.jit(sj.dot)(bcsr, DENSE), want @ DENSE)
-
-
-def test_columns_out_of_range_and_empty_elements_count_nothing():
-    """Whatever they hold, in values and in gradients."""
-    index = np.array([5, -1, C, 2**31 - 1, 0, 3, -7, 3])
-    value = np.array([2, np.nan, np.inf, 1, 3, np.nan, np.nan, np.nan], np.float32)
-    lengths = np.array([2, 3, 0])  # the last three elements belong to no segment
-    csr = make_csr(index, value, lengths)
-    dense = np.full((C, D), np.nan, np.float32)
-    dense[[0, 5]] = [[1, 2, 3], [4, 5, 6]]
-    want = np.array([[8, 10, 12], [3, 6, 9], [0, 0, 0]], np.float32)
-
-    def f(dense, value):
-        got = sj.dot(make_csr(index, value, lengths), dense)
-        return jnp.sum(got), got
-
-    grads, got = jax.jit(jax.grad(f, (0, 1), has_aux=True))(dense, value)
-    assert_trees_close(got, want)
-    want = np.zeros((C, D), np.float32)
-    want[5], want[0] = 2, 3
-    assert_trees_close(grads[0], want)
-    assert_trees_close(grads[1], np.array([15, 0, 0, 0, 6, 0, 0, 0], np.float32))
-
-    dense = integers((3, D))
-    got = jax.jit(transposed)(csr, dense)
-    want = np.zeros((C, D), np.float32)
-    want[5], want[0] = 2 * dense[0], 3 * dense[1]
-    assert_trees_close(got.to_dense(), want)
-    assert got.rows.tolist() == [5, C, C, C, 0, C, C, C]
 
 
 def test_elements_in_any_order():
@@ -114,44 +87,60 @@ def test_elements_in_any_order():
     segments = np.repeat(np.arange(S), LENGTHS)[order]
     elements = {"index": INDEX[order], "value": VALUE[order]}
     csr = sj.SegmentTensor.from_segment_ids(elements, segments, S)
-    run = jax.jit(lambda csr: (sj.dot(csr, DENSE), transposed(csr, LEFT).to_dense()))
-    got, of_left = run(csr)
-    assert_trees_close(got, matrix() @ DENSE)
-    assert_trees_close(of_left, matrix().T @ LEFT)
-
-
-def test_a_matrix_without_elements_or_rows():
-    csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(S, int))
-    assert_trees_close(sj.dot(csr, DENSE), np.zeros((S, D), np.float32))
-    assert transposed(csr, LEFT).capacity == 0
-    csr = make_csr(INDEX[:0], VALUE[:0], np.zeros(0, int))
-    assert sj.dot(csr, DENSE).shape == (0, D)
-    assert sj.dot(csr, DENSE[:0], num_columns=0).shape == (0, D)
-    none = lambda value: make_csr(INDEX, value, np.zeros(0, int))  # with elements
-    assert sj.dot(none(VALUE), DENSE).shape == (0, D)
-    loss = lambda value, dense: sj.dot(none(value), dense).sum()
-    for g in jax.jit(jax.grad(loss, (0, 1)))(VALUE, DENSE):
-        assert not g.any()
-    assert not sj.grad(loss, 1, tables=True)(VALUE, DENSE).to_dense().any()
-    assert not transposed(none(VALUE), LEFT[:0]).to_dense().any()
+    assert_products(csr, matrix())
 
 
 @pytest.mark.slow
 def test_dense_may_be_selected_rows():
-    rows, values = np.array([96, 5, C, 5, 7]), integers((5, D), seed=4)
+    values = integers((5, D), seed=4)
     values[2] = np.nan
-    part = sj.SelectedRows(rows, values, C)
+    part = sj.SelectedRows(np.array([96, 5, C, 5, 7]), values, C)
     left = sj.SelectedRows(np.array([2, 0, 2, S]), integers((4, D), seed=5), S)
+    assert_products(make_csr(), matrix(), part, left)
+    assert_trees_close(sj.dot(make_csr(), part), matrix() @ np.asarray(to_dense(part)))
+
+
+def test_columns_out_of_range_and_empty_elements_count_nothing():
+    """Whatever they hold, in values and in gradients."""
+    index = np.array([5, -1, C, 2**31 - 1, 0, 3, -7, 3])
+    value = np.array([2, np.nan, np.inf, 1, 3, np.nan, np.nan, np.nan], np.float32)
+    lengths = np.array([2, 3, 0])  # the last three elements belong to no segment
+    dense, left = np.full((C, D), np.nan, np.float32), integers((3, D))
+    dense[[0, 5]] = [[1, 2, 3], [4, 5, 6]]
 
     @jax.jit
-    def run(csr, part, left):
-        of_left = transposed(csr, left).to_dense()
-        return sj.dot(csr, part), of_left, part.to_dense(), left.to_dense()
+    def run(dense, value):
+        product = lambda *args: sj.dot(make_csr(index, args[1], lengths), args[0])
+        grads = jax.grad(lambda *args: jnp.sum(product(*args)), (0, 1))(dense, value)
+        of_left = transposed(make_csr(index, value, lengths), left)
+        return product(dense, value), grads, of_left, of_left.to_dense()
 
-    got, of_left, whole, whole_left = run(make_csr(), part, left)
-    assert_trees_close(sj.dot(make_csr(), part), got)
-    assert_trees_close(got, matrix() @ np.asarray(whole))
-    assert_trees_close(of_left, matrix().T @ np.asarray(whole_left))
+    def rows(of_five, of_zero):
+        out = np.zeros((C, D), np.float32)
+        out[5], out[0] = of_five, of_zero
+        return out
+
+    got, grads, of_left, whole = run(dense, value)
+    assert_trees_close(got, np.array([[8, 10, 12], [3, 6, 9], [0, 0, 0]], np.float32))
+    assert_trees_close(grads[0], rows(2, 3))
+    assert_trees_close(grads[1], np.array([15, 0, 0, 0, 6, 0, 0, 0], np.float32))
+    assert_trees_close(whole, rows(2 * left[0], 3 * left[1]))
+    assert of_left.rows.tolist() == [5, C, C, C, 0, C, C, C]
+
+
+def test_a_matrix_without_elements_or_rows():
+    nothing = make_csr(INDEX[:0], VALUE[:0], np.zeros(S, int))
+    assert_trees_close(sj.dot(nothing, DENSE), np.zeros((S, D), np.float32))
+    assert transposed(nothing, LEFT).capacity == 0
+    empty = make_csr(INDEX[:0], VALUE[:0], np.zeros(0, int))
+    assert sj.dot(empty, DENSE).shape == (0, D)
+    assert sj.dot(empty, DENSE[:0], num_columns=0).shape == (0, D)
+    no_rows = lambda value: make_csr(INDEX, value, np.zeros(0, int))  # with elements
+    loss = lambda value, dense: sj.dot(no_rows(value), dense).sum()
+    for g in jax.jit(jax.grad(loss, (0, 1)))(VALUE, DENSE):
+        assert not g.any()
+    assert not sj.grad(loss, 1, tables=True)(VALUE, DENSE).to_dense().any()
+    assert not transposed(no_rows(VALUE), LEFT[:0]).to_dense().any()
 
 
 @pytest.mark.parametrize(
@@ -202,10 +191,9 @@ def test_differentiates(x64):
 
 @pytest.mark.window
 def test_gradient_is_row_sparse():
-    weights = jnp.asarray(integers((S, D), seed=6))
-
-    def loss(dense):
-        return jnp.sum(weights * sj.dot(make_csr(), dense) ** 2)
+    """And the dense matrix is read once, as a bag."""
+    product = lambda dense: sj.dot(make_csr(), dense)
+    loss = lambda dense: jnp.sum(LEFT * product(dense) ** 2)
 
     @jax.jit
     def run(dense):
@@ -213,19 +201,13 @@ def test_gradient_is_row_sparse():
         return grad, (value, grad.to_dense()), jax.value_and_grad(loss)(dense)
 
     grad, got, want = run(DENSE)
-    assert isinstance(grad, sj.SelectedRows)
     assert grad.rows.tolist() == INDEX.tolist()
     assert_trees_close(got, want)
-    assert_no_dense(sj.grad(loss), jnp.asarray(DENSE))
-
-
-@pytest.mark.window
-def test_dense_is_read_once_as_a_bag():
-    f = lambda dense: sj.dot(make_csr(), dense)
-    shape = DENSE.shape
-    reads = [e for e in eqns_of(f, DENSE) if shape in [v.aval.shape for v in e.invars]]
-    assert [e.primitive.name for e in reads] == ["bag_sum"]
-    assert_no_dense(f, DENSE)
+    for f in (product, sj.grad(loss)):
+        assert_no_dense(f, DENSE)
+    of_dense = lambda eqn: DENSE.shape in [v.aval.shape for v in eqn.invars]
+    reads = [eqn.primitive.name for eqn in eqns_of(product, DENSE) if of_dense(eqn)]
+    assert reads == ["bag_sum"]
 
 
 @pytest.mark.slow
@@ -244,35 +226,3 @@ def test_vmap_and_scan():
     want = np.stack([matrix() @ DENSE, 3 * matrix() @ DENSE])
     assert_trees_close(of_csrs, want)
     assert_trees_close(scanned, want)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_devices")
-def test_rows_of_the_matrix_on_several_devices():
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((8,), ("rows",), axis_types=auto)
-    index, lengths = (np.arange(16, dtype=np.int32) % 5, np.arange(16) % 2 * 2)
-    value = np.arange(16, dtype=np.float32)
-
-    def dot(index, value, lengths, dense):
-        return sj.dot(make_csr(index, value, lengths), dense)
-
-    specs = (P("rows"), P("rows"), P("rows"), P())
-    sharded = jax.shard_map(dot, mesh=mesh, in_specs=specs, out_specs=P("rows"))
-    dense = jnp.asarray(DENSE)
-    loss = lambda f, d: jnp.sum(f(index, value, lengths, d) ** 2)
-
-    @jax.jit
-    def run(dense):
-        got = sj.grad(lambda d: loss(sharded, d))(dense)
-        return got, got.to_dense(), jax.grad(lambda d: loss(dot, d))(dense)
-
-    got, whole, want = run(dense)
-    assert isinstance(got, sj.SelectedRows)
-    assert_trees_close(whole, want)
-
-
-def test_kind_and_capacity_are_known_before_data():
-    got = jax.eval_shape(transposed, make_csr(), LEFT)
-    assert isinstance(got, sj.SelectedRows)
-    assert (got.shape, got.capacity) == ((C, D), 10)

@@ -309,18 +309,15 @@ def test_error_mode_made_a_value():
     wrong, right = jnp.array([[4, 9], [-2, 0]]), jnp.array([[4, 0], [-1, 0]])
     out_of_range = "2 of 4 ids are out of range; the first is 9 and the table has 7"
     not_stored = "2 of 4 ids are rows that the SelectedRows does not store; the first "
-    for some, ids, message in (
-        (table, wrong, out_of_range),
-        (pulled, wrong.at[0, 1].set(3), not_stored + "is 3"),
+    for some, whole, ids, message in (
+        (table, table, wrong, out_of_range),
+        (pulled, pulled.to_dense(), wrong.at[0, 1].set(3), not_stored + "is 3"),
     ):
         with pytest.raises(checkify.JaxRuntimeError, match=message):
             checked(some, ids)[0].throw()
         error, rows = checked(some, right)
         assert error.get() is None
-        expected = oracle(
-            some.to_dense() if some is pulled else some, right, "fill", -1
-        )
-        np.testing.assert_array_equal(rows, expected)
+        np.testing.assert_array_equal(rows, oracle(whole, right, padding_id=-1))
     np.testing.assert_array_equal(checked(table, wrong)[1], oracle(table, wrong))
 
 
