@@ -24,7 +24,7 @@ import pytest
 from jax import export
 
 import sparsejax as sj
-from helpers import ROOT, assert_same_bits, run_python, slow_but, to_dense
+from helpers import ROOT, assert_same_bits, run_python, slow_but
 
 
 # ------------------------------------------------------------------ types by ways
@@ -296,12 +296,11 @@ def test_what_holds_threads_and_files_is_not_copied():
 
 # ------------------------------------------------------------------ a whole step
 
-_FTRL = optax.chain(sj.optim.ftrl(0.1, l1=1e-3), optax.scale_by_schedule(lambda _: 0.5))
-_PARTS = {"table": _FTRL, "dense": optax.inject_hyperparams(optax.adam)(1e-2)}
 TX = sj.optim.lazy(
     optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.partition(_PARTS, {"table": "table", "w": "dense"}),
+        sj.optim.ftrl(0.1, l1=1e-3),
+        optax.scale_by_schedule(lambda _: 0.5),
     )
 )
 
@@ -349,68 +348,3 @@ def test_exported_step_runs_elsewhere(getkey, tmp_path):
     assert_same(pickle.loads((tmp_path / "out").read_bytes()), here)
     one = export.deserialize(export.export(jax.jit(step))(*args).serialize())
     assert_same(one.call(*args), here)
-
-
-EXPORTED = {
-    "index": lambda t, ids: t[ids] ** 2,
-    "take": lambda t, ids: jnp.take(t, ids, axis=0) ** 2,
-    "view": lambda t, ids: (2.0 * t)[ids + 1] ** 2,
-    "vmap": lambda t, ids: jax.vmap(lambda i: t[i])(ids) ** 2,
-    "bag": lambda t, ids: sj.embedding_bag(t, jnp.stack([ids, ids], 1)) ** 2,
-    "bags": lambda t, ids: sj.embedding_bag(t, ids, ids % 2, 2) ** 2,
-    "scan": lambda t, ids: jax.lax.scan(lambda c, i: (c, t[i] ** 2), 0.0, ids)[1],
-    "checkpoint": lambda t, ids: jax.checkpoint(lambda t: t[ids] ** 2)(t),
-    "cond": lambda t, ids: jax.lax.cond(
-        ids[0] > 3, lambda: jnp.sum(t[ids] ** 2), lambda: jnp.sum(t[:2]) + t[ids[0], 0]
-    ),
-}
-
-
-def any_batch(*bounds):
-    """Ids of a batch whose size is a symbol."""
-    (b,) = export.symbolic_shape("b", constraints=bounds)
-    return jax.ShapeDtypeStruct((b,), jnp.int32)
-
-
-@pytest.mark.window
-@pytest.mark.parametrize("name", EXPORTED)
-def test_exported_for_any_batch(name):
-    """The size of the batch is a symbol, and with it the capacity of the gradient."""
-    loss = lambda t, ids: jnp.sum(EXPORTED[name](t, ids))
-    table = np.arange(80, dtype=np.float32).reshape(40, 2)
-    ids = jnp.array([5, 1, 5], jnp.int32)
-    required = {} if name == "cond" else {"tables": True}
-    exported = export.export(jax.jit(sj.grad(loss, **required)))(table, any_batch())
-    g = exported.call(table, ids)
-    if required:
-        assert g.capacity == ids.size * (2 if name == "bag" else 1)
-    np.testing.assert_allclose(to_dense(g), jax.jit(jax.grad(loss))(table, ids))
-
-
-@pytest.mark.window
-@pytest.mark.usefixtures("loose_promotion")
-def test_a_step_exported_for_any_batch():
-    tx = sj.optim.lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))
-
-    def step(params, state, ids):
-        loss = lambda p: jnp.mean((p["t"][ids] @ p["w"]) ** 2)
-        grads = sj.grad(loss, tables={"t": True, "w": None})(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = {"t": jnp.ones((40, 2)), "w": jnp.ones(2)}
-    args = params, tx.init(params)
-    exported = export.export(jax.jit(step))(*args, any_batch())
-    for size in (3, 60):
-        ids = jnp.arange(size, dtype=jnp.int32) % 40
-        new, direct = exported.call(*args, ids)[0], jax.jit(step)(*args, ids)[0]
-        np.testing.assert_allclose(new["t"], direct["t"], rtol=1e-6)
-
-
-@pytest.mark.window
-def test_a_symbolic_batch_may_be_too_large_to_be_sparse():
-    loss = lambda t, ids: jnp.sum(t[ids])
-    table = jax.ShapeDtypeStruct((40, 2), jnp.float32)
-    reason = lambda *bounds: sj.explain(loss)(table, any_batch(*bounds))["t"].reason
-    assert re.search(r"may be more than half.*tables=", reason())
-    assert not reason("b <= 20") and "where dense is cheaper" in reason("b >= 21")

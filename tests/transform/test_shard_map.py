@@ -63,10 +63,16 @@ def _control_flow(t, i):
     return lax.psum(lax.scan(step, jnp.sum(i) * 0.0, i)[0], "x")
 
 
+def _sum_of_bags(t, i):
+    bags = sj.embedding_bag(t, i, i % 2, 2, weights=jnp.sin(i), combiner="mean")
+    return lax.psum(_sines(bags), "x")
+
+
 _BOTH = ("x", "y")
 _CASES = {  # a function of a shard, and how ids and result are sharded
     "psum": (lambda t, i: lax.psum(_sines(t[i]), "x"), P("x"), P()),
     "psum_both": (lambda t, i: lax.psum(_sines(t[i]), _BOTH), P(_BOTH), P()),
+    "bags": (_sum_of_bags, P("x"), P()),
     "rows_out": (lambda t, i: jnp.sin((2 * t)[i] * W), P("x"), P("x")),
     "control_flow": (_control_flow, P("x"), P()),
 }
