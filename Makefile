@@ -5,7 +5,7 @@
 #   PINS="-r tests/colab.txt"    further arguments of pip, here the lowest releases
 #   ARGS="..."          passed to the command
 #   NAME=gensim         which race; without, `make race` lists them
-#   SECONDS=60          how long each program of `make soak` runs
+#   SECONDS=60          how long each kind of `make soak` runs
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -53,10 +53,9 @@ test-colab: $(VENV)/.installed-tests  ## a notebook in an environment like Colab
 	@TEST_COLAB=1 $(PYTEST) tests/house/test_install.py $(ARGS)
 
 soak: $(VENV)/.installed-tests $(VENV)/.installed-tests-all  ## fuzzers, damaged files, kills: ARGS="--seed 7"
-	@for tool in "fuzz programs" "fuzz models" "fuzz products" "fuzz chains" "fuzz trees" \
-		"fuzz changes" "fuzz index" damage kills; do \
-		echo "=== $$tool"; \
-		$(BIN)/python -m tests.tools.$$tool --seconds $(SECONDS) $(ARGS) || exit 1; \
+	@for kind in programs models chains trees changes index damage kills; do \
+		echo "=== $$kind"; \
+		$(BIN)/python -m tests.tools.fuzz $$kind --seconds $(SECONDS) $(ARGS) || exit 1; \
 	done
 
 lint: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## ruff, import-linter

@@ -1,7 +1,7 @@
 """docs/torch.md: its code, checked against PyTorch, TorchRec and FBGEMM.
 
-`golden/torch.json` and `.npz`, which golden_torch.py makes, hold the answers of the
-real systems; the other rows are in `torch.txt`, with NumPy or by hand.
+`golden/torch.json` and `.npz` hold the answers of the real systems; the other rows are
+in `torch.txt`, with NumPy or by hand.
 """
 
 import functools

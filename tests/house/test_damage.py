@@ -1,6 +1,5 @@
 """Files of every reader, damaged at random: see `damage`."""
 
-import collections
 import gc
 
 import pytest
@@ -11,30 +10,16 @@ from helpers import slow_but
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
 
-WITH_ORBAX = {"parallel.restore", "CheckpointManager"}
-OTHERS = {name: x for name, x in damage.READERS.items() if name not in WITH_ORBAX}
-
-
-@pytest.mark.slow
-def test_damage_on_the_command_line(monkeypatch, capsys):
-    monkeypatch.setattr(damage, "READERS", OTHERS)
-    monkeypatch.setattr("sys.argv", ["damage", "--count", "20", "--seed", "3"])
-    assert damage.main() == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert last == "20 files of seed 3, 0 raised something else"
-    assert [line.split("  ")[0] for line in lines] == [*OTHERS]
+WITH_ORBAX = ["CheckpointManager", "parallel.restore"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of orbax, whose errors are raised here
-@pytest.mark.parametrize("name", slow_but(["others", *sorted(WITH_ORBAX)], "others"))
-def test_damaged_files_are_refused(name, tmp_path):
+@pytest.mark.parametrize("name", slow_but(["others", *WITH_ORBAX], "others"))
+def test_damaged_files_are_refused(name):
     names, count, least = [name], 30, 4  # most files of orbax hold what is not read
     if name == "others":
-        names, count, least = OTHERS, 200, 90
-    bench, found = damage.Bench(tmp_path, names), collections.Counter()
-    for case in range(count):
-        reader, outcome = bench.try_case(2, case)
-        found[outcome] += 1
-        assert outcome in ("read", "refused"), f"case {case}, {reader}:\n{outcome}"
+        names = [name for name in damage.READERS if name not in WITH_ORBAX]
+        count, least = 200, 90
+    found = damage.compare(2, names, count)
     assert found["refused"] >= least, found
     gc.collect()  # orbax' unfinished coroutines warn here, not in a later test

@@ -1,8 +1,6 @@
-"""Damaged files for every reader: nothing but ValueError or OSError may come out.
+"""Damaged files for every reader: `python -m tests.tools.fuzz damage`.
 
-    python -m tests.tools.damage --seconds 60         all readers, for a minute
-    python -m tests.tools.damage --count 100000       in ten core-minutes
-    python -m tests.tools.damage --seed 3 --case 512  one file again, its traceback
+Nothing but ValueError or OSError may come out.
 
 A case is one reader, one good file, and a change: bytes are changed, cut, moved or put
 in. Checksums would refuse nearly all of these, so half of the cases change what the
@@ -15,32 +13,25 @@ bytes were changed without making them right again, it has to give the values of
 good file.
 """
 
-import argparse
 import collections
 import contextlib
+import functools
 import io
 import json
 import logging
-import math
 import os
 import pathlib
 import random
 import re
 import resource
 import signal
-import sys
 import tempfile
-import time
 import traceback
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
-
-
-if __name__ == "__main__":  # before JAX is imported
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
@@ -447,52 +438,89 @@ READERS = {
 # ------------------------------------------------------------------ running
 
 
-class Bench:
-    """Readers and their good files, which they have read."""
+def compare(seed: int, names: Any = tuple(READERS), count: int = 100) -> Any:
+    """Damages `count` files; how many were read and refused.
 
-    def __init__(self, folder: pathlib.Path, names: Any = None):
-        self.names, self.good, self.read = list(names or READERS), {}, {}
-        for k, name in enumerate(self.names):
-            own = folder / f"good {k}"
-            own.mkdir()
-            good, self.read[name] = READERS[name].make(own)
-            self.good[name] = [(files, self.run(name, files)) for files in good]
-
-    def run(self, name: str, files: Files) -> Any:
-        """Writes the files, and reads them."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "damaged")
-            for file, data in files.items():
-                (path / file).parent.mkdir(parents=True, exist_ok=True)
-                (path / file).write_bytes(data)
-            return self.read[name](path)
-
-    def try_case(self, seed: int, case: int) -> tuple[str, str]:
-        """The reader, and "read", "refused" or another outcome."""
-        rng = random.Random(f"{seed} {case}")
-        shares = [READERS[name].share for name in self.names]
-        (name,) = rng.choices(self.names, shares)
-        files, value = rng.choice(self.good[name])
-        change = rng.choice([change_bytes, READERS[name].change])
-        files, is_same = change(rng, files), change is change_bytes
-        previous = signal.signal(signal.SIGALRM, _raise_hangs)
-        signal.alarm(MAX_SECONDS)
+    Raises:
+      AssertionError: a file raised something else, or was read wrongly.
+    """
+    good, outcomes = _good_files(tuple(names)), collections.Counter()
+    shares = [READERS[name].share for name in good]
+    with open(os.devnull, "w") as quiet, _bounded(), contextlib.redirect_stderr(quiet):
+        logging.disable(logging.CRITICAL)  # orbax writes pages about each file
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                # orbax and its threads print these, when a file of theirs is missing.
-                warnings.simplefilter("ignore", ResourceWarning)
-                found = self.run(name, files)
-                if is_same and READERS[name].checked:
-                    _check_same(found, value)
-        except ALLOWED:
-            return name, "refused"
+            for case in range(count):
+                rng = random.Random(f"{seed} {case}")
+                (name,) = rng.choices(list(good), shares)
+                read, files = good[name]
+                outcomes[_outcome(rng, READERS[name], read, *rng.choice(files))] += 1
         except (Exception, Hangs) as error:
-            return name, "".join(traceback.format_exception(error))
+            text = "".join(traceback.format_exception(error))
+            raise AssertionError(f"case {case}, {name}:\n{text}") from None
         finally:
-            signal.alarm(0)
-            signal.signal(signal.SIGALRM, previous)
-        return name, "read"
+            logging.disable(logging.NOTSET)
+    return outcomes
+
+
+@functools.cache
+def _good_files(names):
+    """The function that reads, and good files with what is read, by reader."""
+    good = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for k, name in enumerate(names):
+            own = pathlib.Path(folder, f"good {k}")
+            own.mkdir()
+            files, read = READERS[name].make(own)
+            good[name] = read, [(each, _read(read, each)) for each in files]
+    return good
+
+
+def _read(read: Any, files: Files) -> Any:
+    """Writes the files, and reads them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "damaged")
+        for file, data in files.items():
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / file).write_bytes(data)
+        return read(path)
+
+
+def _outcome(rng, reader, read, files, value):
+    """Returns "read" or "refused" of changed files; raises if that is wrong."""
+    change = rng.choice([change_bytes, reader.change])
+    files = change(rng, files)
+    previous = signal.signal(signal.SIGALRM, _raise_hangs)
+    signal.alarm(MAX_SECONDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # orbax and its threads print these, when a file of theirs is missing.
+            warnings.simplefilter("ignore", ResourceWarning)
+            found = _read(read, files)
+            if change is change_bytes and reader.checked:
+                _check_same(found, value)
+    except ALLOWED:
+        return "refused"
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return "read"
+
+
+@contextlib.contextmanager
+def _bounded():
+    """Allows `MAX_BYTES` more of address space than now, on Linux."""
+    if not pathlib.Path("/proc/self/statm").exists():
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    now = int(pathlib.Path("/proc/self/statm").read_text().split()[0])
+    most = now * resource.getpagesize() + MAX_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _check_same(found: Any, value: Any) -> None:
@@ -507,46 +535,3 @@ def _check_same(found: Any, value: Any) -> None:
 
 def _raise_hangs(*_: Any) -> None:
     raise Hangs(f"more than {MAX_SECONDS} seconds")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--count", type=int, help="of files, however long they take")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--case", type=int, help="only this one")
-    given = parser.parse_args()
-    first, count, tally = 0, given.count, collections.Counter()
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        if given.case is None:  # orbax and its threads write pages about each file
-            logging.disable(logging.CRITICAL)
-            stack.callback(logging.disable, logging.NOTSET)
-            quiet = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stderr(quiet))
-        else:
-            first, count = given.case, 1
-        bench = Bench(pathlib.Path(folder))
-        until = time.monotonic() + (given.seconds if count is None else math.inf)
-        for case in range(first, first + (count or 10**9)):
-            if time.monotonic() > until:
-                break
-            name, found = bench.try_case(given.seed, case)
-            if found not in ("read", "refused"):
-                print(f"--seed {given.seed} --case {case}: {name}\n{found}")
-                found = "failed"
-            tally[name, found] += 1
-    for name in READERS:
-        refused, read = tally[name, "refused"], tally[name, "read"]
-        print(f"{name:24} {refused:7,} refused {read:7,} read")
-    failures = sum(n for (_, found), n in tally.items() if found == "failed")
-    print(f"{tally.total():,} files of seed {given.seed}, ", end="")
-    print(f"{failures} raised something else")
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + MAX_BYTES, now + MAX_BYTES))
-    sys.exit(main())

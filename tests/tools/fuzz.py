@@ -1,12 +1,9 @@
 """Random cases: `python -m tests.tools.fuzz programs --seconds 60 --seed 0`.
 
-A kind of case is a module: `fuzz_programs` (gradients), `fuzz_models` (containers,
-types, sizes), `fuzz_products`, `fuzz_chains` (optimizers), `fuzz_trees` (jax.tree.map),
-`changes_model` (a store) and `index_model` (HashIndex).
-
-Each seed stands for 50 cases, or 10 chains, and gives the same ones again. A failure is
-printed as short as hypothesis can make it in half a minute. A seed of `changes` and
-`index` is one long sequence of operations, on sparsejax and on a model of it.
+A kind is a module. Most have hypothesis draw cases, 50 or 10 a seed, and a failure is
+printed as short as it can be made in half a minute. The others run one sequence a seed:
+operations on a store or an index and on a model of it, damaged files, or kills. A seed
+gives the same cases again, only a kill comes at another moment.
 """
 
 import argparse
@@ -28,27 +25,33 @@ import hypothesis
 import jax
 
 
-# How many cases a seed stands for; a model is compared once.
-KINDS = {"programs": 50, "models": 50, "products": 50, "chains": 10, "trees": 50}
-KINDS |= {"changes": 1, "index": 1}
+MODULES = {
+    "programs": "fuzz_programs",  # gradients
+    "models": "fuzz_models",  # gradients: containers, types, sizes
+    "chains": "fuzz_chains",  # optimizers
+    "trees": "fuzz_trees",  # jax.tree.map
+    "changes": "changes_model",  # a store and those that follow it
+    "index": "index_model",  # HashIndex
+    "damage": "damage",  # files
+    "kills": "kills",  # of processes that write files
+}
 MAX_BYTES = 3 << 30  # of compiled programs
 
 
-def search(kind, seed, examples, seconds=30.0):
-    """Checks random cases of one of `KINDS`, and makes a failure shorter for `seconds`.
+def search(kind, seed, examples=None, seconds=30.0):
+    """Checks the random cases of a seed, and makes a failure shorter for `seconds`.
 
     Returns:
       A Counter by mode and by what `check` returned, and () or the shortest failure:
       `(case, mode, error)`.
     """
-    counts = collections.Counter()
-    if KINDS[kind] == 1:
+    module, counts = importlib.import_module(MODULES[kind]), collections.Counter()
+    if not hasattr(module, "cases"):
         try:
-            found = importlib.import_module(f"{kind}_model").compare(seed)
+            outcomes = module.compare(seed)
         except Exception as error:
-            return counts, (f"compare({seed})", "model", error)
-        return collections.Counter({("model", k): n for k, n in found.items()}), ()
-    module = importlib.import_module(f"fuzz_{kind}")
+            return counts, (f"compare({seed})", kind, error)
+        return collections.Counter({(kind, k): n for k, n in outcomes.items()}), ()
     shortest: list[Any] = []
     until = math.inf
 
@@ -67,7 +70,7 @@ def search(kind, seed, examples, seconds=30.0):
             raise
 
     settings = hypothesis.settings(
-        max_examples=examples,
+        max_examples=examples or (10 if kind == "chains" else 50),
         database=None,
         deadline=None,
         suppress_health_check=list[Any](hypothesis.HealthCheck),
@@ -81,33 +84,28 @@ def search(kind, seed, examples, seconds=30.0):
     return counts, tuple(shortest)
 
 
-def in_words(counts):
-    total = collections.Counter()
-    for (_, what), n in counts.items():
-        total[what] += n
-    return ", ".join(f"{n:,} {what}" for what, n in sorted(total.items()))
-
-
 def main():
     from conftest import resident_bytes
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("kind", nargs="?", choices=KINDS, default="programs")
+    parser.add_argument("kind", nargs="?", choices=MODULES, default="programs")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     start, seed, failures = time.monotonic(), options.seed, 0
     total = collections.Counter()
-    while time.monotonic() < start + options.seconds:
-        counts, failure = search(options.kind, seed, KINDS[options.kind])
-        total += counts
+    while seed == options.seed or time.monotonic() < start + options.seconds:
+        counts, failure = search(options.kind, seed)
+        for (_, outcome), n in counts.items():
+            total[outcome] += n
         if failure:
             failures += 1
             case, how, error = failure
-            message = str(error).strip()[:600]
+            message = str(error).strip()[:2000]
             print(f"seed {seed}, {how}: {case}\n  {type(error).__name__}: {message}")
         seed += 1
-        print(f"{in_words(total)} in {time.monotonic() - start:.0f} s", flush=True)
+        outcomes = ", ".join(f"{n:,} {what}" for what, n in sorted(total.items()))
+        print(f"{outcomes} in {time.monotonic() - start:.0f} s", flush=True)
         if resident_bytes() > MAX_BYTES:
             jax.clear_caches()
     print(f"{options.kind}, seeds {options.seed} to {seed - 1}: {failures} failures")

@@ -1,34 +1,24 @@
-"""Kills processes at random moments and checks their files.
+"""Kills processes and checks their files: `python -m tests.tools.fuzz kills`.
 
-    python -m tests.tools.kills --seconds 60          all kinds, for a minute
-    python -m tests.tools.kills --kind push --seed 3
-
-A child works without end: it replaces a file, saves a store, trains a mapped table,
-on the host or in a device cache, or one whose rows change hands between keys, or writes
-changes that other stores apply. It reports each step. It is killed (SIGKILL) at a
-random moment, and another process reads its files and goes one more step:
+A child works without end, and reports each step. It is killed (SIGKILL) at a random
+moment, and another process reads its files and goes one more step:
 
 - a file that was replaced, or a saved store, is the last one or the one before;
-- a mapped table opens, and the rows of all pushes but the last are whole;
-- in one with keys, no key has the weights of another, and those of all pushes but the
-  last have theirs;
-- a mapped table with a device cache is what it was at a flush, all of it;
-- a mapped table that was being made is not there, or whole;
-- a store that follows by files of changes goes on from what it saved; a mapped table
-  that follows has all rows of one version, or raises that it is half loaded;
+- a mapped table opens, with the rows of all pushes but the last; with keys, each row is
+  that of its own key; with a device cache, all of it is as it was at a flush;
+- a mapped table that was being made is not there, or whole; one that was being loaded
+  is whole, or raises that it is half loaded;
+- stores that follow by files of changes go on from what they have;
 - nothing else is in the folder but temporary files, whose names begin with a dot.
 
 The parent does not use JAX, so that children can be forked from it and start JAX.
 """
 
-import argparse
-import math
 import multiprocessing
 import os
 import pathlib
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -323,7 +313,7 @@ class Victim:
         name, self.work, self.check = KINDS[kind]
         self.path = folder / kind / name
         self.path.parent.mkdir()
-        self.version = self.kills = 0
+        self.version = 0
 
     def kill(self) -> None:
         """Starts a child, kills it, checks its files, and goes one more step."""
@@ -354,7 +344,6 @@ class Victim:
         done, begun = (self.version + marks.count(x) for x in (b">", b"<"))
         # A child that was through with all versions is not killed any more.
         assert child.exitcode == -signal.SIGKILL or begun >= STEPS, self.kind
-        self.kills += 1
 
         def check():
             is_removed = self.kind in ("create", "load")  # by the work itself
@@ -382,28 +371,11 @@ class Victim:
             self.version = 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--count", type=int, help="of kills, however long they take")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--kind", choices=KINDS, action="append")
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    rng = random.Random(given.seed)
+def compare(seed: int, rounds: int = 4) -> dict[str, int]:
+    """Kills each kind of work `rounds` times; the number of kills."""
+    rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        victims = [Victim(x, pathlib.Path(folder), rng) for x in given.kind or KINDS]
-        seconds = given.seconds if given.count is None else math.inf
-        until = time.monotonic() + seconds
-        for k in range(given.count or 10**9):
-            if time.monotonic() > until:
-                break
-            victims[k % len(victims)].kill()
-        for victim in victims:
-            print(f"{victim.kind:8} {victim.kills:4} kills")
-    kills = sum(victim.kills for victim in victims)
-    print(f"{kills} kills of seed {given.seed}, nothing lost")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        victims = [Victim(kind, pathlib.Path(folder), rng) for kind in KINDS]
+        for victim in victims * rounds:
+            victim.kill()
+    return {"kills, nothing lost": len(victims) * rounds}
