@@ -285,7 +285,7 @@ def test_by_hand(example):
 
 
 def test_nothing_is_left_out():
-    """Each operator, each difference, each error and each row with code is in a test."""
+    """Each operator, difference, error and row with code is in a test."""
     listed = PAGE.golden["operators"].values()
     assert {row.operator for row in TABLE_ROWS} == set().union(*listed)
     assert list(dict.fromkeys(x[0][2:] for x in DIFFERENT)) == PAGE.differences
