@@ -12,11 +12,6 @@ import sparsejax as sj
 from sparsejax._files import replacing
 
 
-def _write(path, content=b"new"):
-    with replacing(path) as file:
-        file.write(content)
-
-
 @contextlib.contextmanager
 def _store():
     with sj.store.KVStore() as store:
@@ -34,11 +29,15 @@ def _export(path):
         store.export_changes(path, since=0)
 
 
+def _vocabulary(path):
+    sj.data.Vocabulary({}).save(path)
+
+
 # All that writes a file.
 WRITERS: dict[str, Any] = {
     "KVStore.save": _save,
     "KVStore.export_changes": _export,
-    "Vocabulary.save": lambda path: sj.data.Vocabulary({}).save(path),
+    "Vocabulary.save": _vocabulary,
 }
 
 
@@ -62,24 +61,17 @@ def test_a_file_keeps_its_mode_and_other_than_files_are_refused(name, tmp_path):
     assert len(os.listdir(tmp_path)) == 4
 
 
-def test_a_new_file_has_the_mode_of_any_new_file(tmp_path):
+def test_a_new_file_has_the_mode_of_any_new_file_and_a_link_is_followed(tmp_path):
+    (tmp_path / "link").symlink_to("ours")
     old = os.umask(0o027)
     try:
-        _write(tmp_path / "ours")
+        _vocabulary(tmp_path / "link")
         (tmp_path / "other").write_bytes(b"")
     finally:
         os.umask(old)
+    assert (tmp_path / "link").is_symlink()
     modes = [(tmp_path / x).stat().st_mode for x in ("ours", "other")]
     assert modes[0] == modes[1]
-
-
-def test_the_content_of_a_private_file_is_private_while_it_is_written(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-    path.chmod(0o600)
-    with replacing(path):
-        (temporary,) = {*tmp_path.iterdir()} - {path}
-        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
 
 
 def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
@@ -89,21 +81,18 @@ def test_a_file_that_may_not_be_written_is_refused(tmp_path, monkeypatch):
     if os.geteuid() == 0:  # who may write anything
         monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(PermissionError) as error:
-        _write(path)
+        _vocabulary(path)
     assert error.value.errno == errno.EACCES and path.read_bytes() == b"old"
 
 
-def test_a_link_is_followed(tmp_path):
-    (tmp_path / "link").symlink_to("file")
-    _write(tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "file").read_bytes() == b"new"
-
-
-def test_two_that_write_one_file_and_an_error(tmp_path):
+def test_two_that_write_one_private_file_and_an_error(tmp_path):
     path = tmp_path / "file"
+    path.write_bytes(b"old")
+    path.chmod(0o600)
     with replacing(path) as one:
         one.write(b"one")
+        (temporary,) = {*tmp_path.iterdir()} - {path}
+        assert stat.S_IMODE(temporary.stat().st_mode) == 0o600
         with replacing(path) as two:
             two.write(b"two")
         assert path.read_bytes() == b"two"

@@ -121,28 +121,6 @@ def test_pykeen_scores_both_ways_round(model):
     np.testing.assert_allclose(back[1:], [value(h, 1, 3) for h in range(5)])
 
 
-def test_a_file_as_data_is_prepared_in_a_folder_of_its_own(tmp_path, monkeypatch):
-    made = []
-
-    def prepare(folder, data, peer):
-        made.append((folder, data))
-        raise InterruptedError
-
-    race = types.SimpleNamespace(prepare=prepare)
-    monkeypatch.setattr(common, "BUILD", tmp_path / "build")
-    monkeypatch.setattr(common, "environment", lambda *args: "python")
-    monkeypatch.setattr(common.importlib, "import_module", lambda name: race)
-    file = tmp_path / "text.txt"
-    file.write_text("a text")
-    for _ in range(2):  # the second time, as it was not completed
-        with pytest.raises(InterruptedError):
-            common.race("gensim", types.SimpleNamespace(data=str(file)))
-    (folder, data), again = made
-    assert again == (folder, data) and data == str(file)
-    assert folder.is_dir() and folder.parent == tmp_path / "build" / "data" / "gensim"
-    assert file.read_text() == "a text"
-
-
 @pytest.mark.parametrize("part", ["valid", "test"])
 def test_vowpal_has_the_same_rows_on_both_sides(part, tmp_path):
     vowpal.prepare(tmp_path, "200", None)

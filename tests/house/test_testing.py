@@ -93,16 +93,6 @@ def equinox():
     return loss, Model(embed, eqx.nn.MLP(D, "scalar", 4, 1, key=keys[1])), BATCHES
 
 
-def linen():
-    embed = pytest.importorskip("flax.linen").Embed(V, D)
-
-    def loss(variables, batch):
-        out = jnp.sum(embed.apply(variables, batch["ids"]), -1)
-        return jnp.mean((out - batch["y"]) ** 2)
-
-    return loss, embed.init(jax.random.key(0), IDS[0]), BATCHES
-
-
 def nnx():
     nnx = pytest.importorskip("flax.nnx")
     graph, state = nnx.split(nnx.Embed(V, D, rngs=nnx.Rngs(0)))
@@ -118,7 +108,6 @@ ACCEPTED: list[Any] = [
     (constants_in_the_tree, ADAGRAD, False),
     (equinox, ADAGRAD, False),
     (nnx, ADAMW, True),
-    (linen, ADAGRAD, False),
     (bfloat16_and_namedtuples, CLIPPED, False),
     (stack, CLIPPED, False),
 ]
