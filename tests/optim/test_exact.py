@@ -97,13 +97,24 @@ def test_equals_dense_training(name):
     check(loss_fn, tx, make_params(), make_batches(), tables=SPARSE)
 
 
-@pytest.mark.slow
-def test_another_optimizer_for_each_leaf():
-    parts = {
-        "table": optax.rmsprop(0.1, momentum=0.5),
-        "other": optax.sgd(0.1, momentum=0.9),
-        "weights": optax.set_to_zero(),
-    }
+def schedule_of(x):
+    return lambda count: jnp.array([x, 2 * x])[count % 2]
+
+
+# The programs of two tables may differ in nothing but a constant.
+TWO_TABLES = {
+    "rules": (optax.rmsprop(0.1, momentum=0.5), optax.sgd(0.1, momentum=0.9)),
+    **{
+        name: tuple(optax.sgd(rate(x), momentum=0.5) for x in (0.1, 0.3))
+        for name, rate in (("numbers", jnp.asarray), ("schedules", schedule_of))
+    },
+}
+
+
+@pytest.mark.parametrize("name", slow_but(TWO_TABLES, "numbers"))
+def test_another_optimizer_for_each_leaf(name):
+    parts = dict(zip(("table", "other"), TWO_TABLES[name]))
+    parts["weights"] = optax.set_to_zero()
     tx = optax.partition(parts, {name: name for name in parts})
     params = {**make_params(), "other": jnp.ones((V, 2))}
     assert len(exact(tx).init(params).last_updates) == 2
@@ -321,22 +332,20 @@ def test_inside_of_our_wrappers():
 def test_hyperparameters_set_by_hand():
     make = optax.inject_hyperparams(optax.sgd, static_args="nesterov")
     inner = make(learning_rate=0.1, momentum=0.8)
-    tx, params, dense = exact(inner), make_params(), make_params()
-    state, dense_state = tx.init(params), inner.init(dense)
+    tx, params = exact(inner), make_params()
+    carry, dense = (params, tx.init(params)), (params, inner.init(params))
     # `update` catches up all rows.
     apply = jit(lambda p, s, grads: step(tx, *tx.catch_up(p, s, {}), grads))
     apply_dense, flush = make_apply(inner), jit(tx.flush)
     for number in range(9):
         if number == 5:
-            rate = jnp.asarray(0.01, jnp.float32)
-            state.inner.hyperparams["learning_rate"] = rate
-            dense_state.hyperparams["learning_rate"] = rate
-            params, state = flush(params, state)
+            for state in (carry[1].inner, dense[1]):
+                state.hyperparams["learning_rate"] = jnp.asarray(0.01, jnp.float32)
+            carry = flush(*carry)
         grads = gradient([number % 3, number])
-        params, state = apply(params, state, grads)
-        dense, dense_state = apply_dense(dense, dense_state, to_dense(grads))
-    params, _ = flush(params, state)
-    assert relative(params["table"], dense["table"]) < 1e-6
+        carry = apply(*carry, grads)
+        dense = apply_dense(*dense, to_dense(grads))
+    assert relative(flush(*carry)[0]["table"], dense[0]["table"]) < 1e-6
 
 
 # ------------------------------------------------------------------ refusals
@@ -391,21 +400,6 @@ def test_a_state_of_another_transformation_is_refused():
     for tx in lazy, optax.chain(MOMENTUM):
         with pytest.raises(TypeError, match="chain"):
             exact_value_and_grad(loss_fn, tx)
-
-
-RATES = {"a": 0.1, "b": 0.3}
-
-
-@pytest.mark.parametrize("is_schedule", [False, True])
-def test_tables_whose_programs_differ_in_a_constant(is_schedule):
-    schedule = lambda x: lambda count: jnp.array([x, 2 * x])[count % 2]
-    rate = schedule if is_schedule else jnp.asarray
-    momentum = {k: optax.sgd(rate(x), momentum=0.5) for k, x in RATES.items()}
-    params = {k: jnp.zeros((9, 1)) for k in RATES}
-    both = exact(optax.partition(momentum, {k: k for k in RATES}))
-    for k, now in zip(RATES, both.init(params).now):
-        expected = exact(momentum[k]).init(params[k]).now[0]
-        np.testing.assert_allclose(now, expected, rtol=1e-6)
 
 
 # ------------------------------------------------------------------ the cost

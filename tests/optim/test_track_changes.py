@@ -11,7 +11,11 @@ import pytest
 from jax.sharding import AxisType
 
 import sparsejax as sj
-from helpers import assert_same_bits, assert_written_in_place, compile_as_users_do
+from helpers import (
+    assert_same_bits,
+    assert_written_in_place,
+    compile_as_users_do,
+)
 from optimizers import step
 from sparsejax.optim import lazy, take_changes
 
@@ -45,10 +49,6 @@ def ones(*rows):
     return sj.SelectedRows(jnp.array(rows), jnp.ones((len(rows), D)), V)
 
 
-def differing(before, after):
-    return np.flatnonzero((np.asarray(before) != np.asarray(after)).any(axis=1))
-
-
 # ------------------------------------------------------------------ which rows
 
 
@@ -56,28 +56,25 @@ def differing(before, after):
     "inner", [SGD, lazy(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1)))]
 )
 def test_ids_are_the_rows_that_differ(inner):
-    """Jitted and eager, with duplicates, over several calls of take_changes."""
+    """Eager and jitted, with duplicates, over several calls of take_changes."""
     tx, params, rng = tracked(inner), model(), np.random.default_rng(0)
     plain: Any = params, inner.init(params)
-    state = tx.init(params)
-    eager = functools.partial(train, tx), functools.partial(train, inner)
-    jitted = jax.jit(eager[0]), jax.jit(eager[1])
-    for number in range(3):
-        before = params
-        run, run_plain = jitted if number else eager
+    state, before = tx.init(params), params
+    for jit in (lambda f: f, jax.jit):
+        run, run_plain = (jit(functools.partial(train, x)) for x in (tx, inner))
         for ids in rng.integers(0, V, (2, 6), np.int32):
             params, state = run(params, state, ids)
-            plain = run_plain(plain[0], plain[1], ids)
+            plain = run_plain(*plain, ids)
         found, state = take_changes(params, state)
         assert found["bias"] is None  # of rank 1
         assert found["items"].dtype == np.int32
         for name in ("items", "w"):
-            np.testing.assert_array_equal(
-                found[name], differing(before[name], params[name])
-            )
+            changed = np.any(np.asarray(before[name] != params[name]), axis=1)
+            np.testing.assert_array_equal(found[name], np.flatnonzero(changed))
         assert 0 < found["items"].size < V
         found, state = take_changes(params, state)
         assert not found["items"].size
+        before = params
     jax.tree.map(assert_same_bits, (params, state.inner_state), plain)
 
 
@@ -169,28 +166,24 @@ def test_a_state_inside_of_another(tmp_path):
 def test_sharded_tables_give_the_same_ids(layout):
     kind = AxisType.Auto if layout == "mod" else AxisType.Explicit
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
-    tx, plain, found = tracked(ADAM), model(), []
-    items = sj.parallel.shard_rows(plain["items"], mesh, "x", layout=layout)
-    sharded = plain | {"items": items}
-    ids = np.random.default_rng(1).integers(0, V, (3, 8), np.int32)
-    for params in (plain, sharded):
-        run: Any = jax.jit(functools.partial(train, tx), donate_argnums=(0, 1))
-        carry = jax.tree.map(jnp.copy, params), tx.init(params)
-        for batch in ids:
-            carry = run(*carry, batch)
-        first, state = take_changes(*carry)
-        params, state = run(carry[0], state, ids[0])  # the cleared state fits the step
-        second, state = take_changes(params, state=state)
-        assert run._cache_size() <= 2
-        assert first["items"].tolist() == np.unique(ids).tolist()
-        assert second["items"].tolist() == np.unique(ids[0]).tolist()
-        found.append(first["w"].tolist())
-    assert found[0] == found[1] == [0, 1, 2]
+    tx, ids = tracked(SGD), np.random.default_rng(1).integers(0, V, (3, 8), np.int32)
+    items = sj.parallel.shard_rows(model()["items"], mesh, "x", layout=layout)
+    params = model() | {"items": items}
+    run: Any = jax.jit(functools.partial(train, tx), donate_argnums=(0, 1))
+    carry = jax.tree.map(jnp.copy, params), tx.init(params)
+    for batch in ids:
+        carry = run(*carry, batch)
+    found, state = take_changes(*carry)
+    assert found["items"].tolist() == np.unique(ids).tolist()
+    assert found["w"].tolist() == [0, 1, 2]
+    new, state = run(carry[0], state, ids[0])  # the cleared state fits the step
+    found, state = take_changes(new, state=state)
+    assert found["items"].tolist() == np.unique(ids[0]).tolist()
+    assert run._cache_size() <= 2
     flags = state.changed["items"].values
     assert flags.sharding.is_equivalent_to(jax.NamedSharding(mesh, jax.P("x")), 1)
     if kind == AxisType.Auto:  # outside of jit
-        tx = tracked(SGD)
-        grads = jax.jit(sj.grad(loss))(sharded, ids[0])
-        _, state = tx.update(grads, tx.init(sharded), sharded)
-        found, _ = take_changes(sharded, state)
+        grads = jax.jit(sj.grad(loss))(params, ids[0])
+        _, state = tx.update(grads, tx.init(params), params)
+        found, _ = take_changes(params, state)
         assert found["items"].tolist() == np.unique(ids[0]).tolist()
