@@ -420,27 +420,16 @@ IN_PLACE = {
 def test_step_is_by_rows_and_in_place(name):
     # Nothing that is read to catch up is needed for the gradient of a linear loss, so
     # that does not make XLA read before it writes.
-    tx = exact(IN_PLACE[name](), tables=SPARSE)
-    height = 20_011
+    tx, height = exact(IN_PLACE[name](), tables=SPARSE), 20_011
     params = {"table": jnp.zeros((height, 8)), "weights": jnp.ones(8)}
-    carry = params, jit(tx.init)(params)
     batch = jnp.array([5, 3, 5]), jnp.ones(3)
+    run = lambda carry: exact_step(tx, carry, batch, linear_loss)
+    carry = params, jit(tx.init)(params)
+    assert_no_dense(run, carry, allow=("scatter", "scatter-add"), heights={height})
+    donated = compile_as_users_do(jax.jit(run, donate_argnums=0).lower(carry))
     # The arrays of the table, of its records, and of its moments.
-    leaves, treedef = jax.tree.flatten(carry)
-    of_table = [k for k, x in enumerate(leaves) if x.shape[:1] == (height,)]
-    assert len(of_table) >= 2
-
-    def flat(*arrays):
-        given = dict(zip(of_table, arrays))
-        full = [given.get(k, x) for k, x in enumerate(leaves)]
-        carry = exact_step(tx, treedef.unflatten(full), batch, linear_loss)
-        new = jax.tree.leaves(carry)
-        return [new[k] for k in of_table]
-
-    arrays = [leaves[k] for k in of_table]
-    assert_no_dense(flat, *arrays, allow=("scatter", "scatter-add"))
-    lowered = jax.jit(flat, donate_argnums=range(len(arrays))).lower(*arrays)
-    donated = compile_as_users_do(lowered)
+    arrays = [x for x in jax.tree.leaves(carry) if x.shape[:1] == (height,)]
+    assert len(arrays) >= 2
     assert_written_in_place(donated, arrays, params["table"].nbytes / 2)
     # The branch for rows that were not caught up is handed arrays of the table's size,
     # not rows that are read in front of it at every step.

@@ -1,7 +1,8 @@
 """sj.optim with flax's and equinox's trees and training loops, unmodified.
 
-A few steps equal plain JAX with dense gradients. `TrainState` is in `pairs`, which has
-each way to wrap an optimizer in each place.
+A few steps equal those of the same parameters in dicts, which other files compare with
+dense training. `TrainState` is in `pairs`, which has each way to wrap an optimizer in
+each place.
 """
 
 # optax's types know trees of arrays only.
@@ -45,7 +46,7 @@ def _loss(apply, ids):
 # ------------------------------------------------------------------ frameworks
 
 # Each has `params` and `state`, its own trees, `apply(params, ids)`, and `update`.
-# `make` rebuilds a tree of parameters from {"table", "kernel", "bias"}.
+# `make` rebuilds a tree of parameters from its leaves.
 
 
 class Plain:
@@ -55,7 +56,7 @@ class Plain:
         self.tx, self.params = tx, self.make(**weights)
         self.state = tx.init(self.params)
 
-    def make(self, table=None, kernel=None, bias=None):
+    def make(self, table=None, bias=None, kernel=None):
         return {"embed": {"embeddings": table}, "linear": {"w": kernel, "b": bias}}
 
     def apply(self, params, ids):
@@ -88,7 +89,7 @@ class NnxOptimizer:
         self.tx = tx
         self.optimizer = self.nnx.Optimizer(self.model, tx, wrt=self.nnx.Param)
 
-    def make(self, table=None, kernel=None, bias=None):
+    def make(self, table=None, bias=None, kernel=None):
         if kernel is None:  # nnx.State has no None
             return self.nnx.State({"embed": {"embedding": table}})
         dense = {"kernel": kernel, "bias": bias}
@@ -141,7 +142,7 @@ class Equinox(Plain):
         self.model = Model(eqx.nn.Embedding(V, D, key=key), zeros((D, 2)), zeros(2))
         super().__init__(weights, tx)
 
-    def make(self, table=None, kernel=None, bias=None):
+    def make(self, table=None, bias=None, kernel=None):
         return self.eqx.tree_at(
             lambda m: (m.embed.weight, m.kernel, m.bias),
             self.eqx.filter(self.model, self.eqx.is_array),
@@ -163,22 +164,15 @@ FRAMEWORKS = {
 
 # ------------------------------------------------------------------ parts of sj.optim
 
-SOME = [jnp.array([[3, 1], [3, 20]]), jnp.array([[1, 7], [9, 9]])]
-ALL = [jnp.concatenate([jnp.arange(V)[::-1], ids.reshape(-1)]) for ids in SOME]
+BATCHES = [jnp.array([[3, 1], [3, 20]]), jnp.array([[1, 7], [9, 9]])]
 
 
 class Part(NamedTuple):
-    """A part of sj.optim."""
+    """A part of sj.optim: before each step, and at the end."""
 
     tx: Any
-    dense: Any  # a transformation that trains alike on dense gradients
-    batches: Any = SOME  # ids of the steps
-    # Before each step, of ours and of the dense run.
     before: Any = lambda step, model: None
-    dense_before: Any = lambda step, params, state: (params, state)
-    # The parameters to compare, those of the dense run from all of its steps.
     result: Any = lambda model: model.params
-    dense_result: Any = lambda history: history[-1]
 
 
 def _reset(step, model):
@@ -188,51 +182,26 @@ def _reset(step, model):
         model.params, model.state = new
 
 
-def _dense_reset(step, params, state):
-    """Zeros for row 3 of the table, of its momentum and of its accumulated gradient."""
-    reset = lambda x: x.at[3].set(0.0) if x.shape == (V, D) else x
-    return jax.tree.map(reset, (params, state)) if step == 1 else (params, state)
-
-
 def _flush(step, model):
     model.params, model.state = optim.flush_weight_decay(model.params, model.state)
 
 
-def _average(history):
-    """The bias-corrected average of the parameters after each step."""
-    tx = optax.ema(0.5)
-    state = tx.init(history[0])
-    for params in history[1:]:
-        average, state = tx.update(params, state)
-    return average
-
-
-SGD, MOMENTUM = optax.sgd(LR), optax.sgd(LR, momentum=0.9)
-EXACT = optim.exact(MOMENTUM)
+SGD = optax.sgd(LR)
+EXACT = optim.exact(optax.sgd(LR, momentum=0.9))
 PARTS = {
     "exact": Part(
-        EXACT,
-        MOMENTUM,
-        result=lambda model: EXACT.flush(model.params, model.state)[0],
+        EXACT, result=lambda model: EXACT.flush(model.params, model.state)[0]
     ),
     "ema": Part(
         lazy(optax.chain(SGD, optim.ema(0.5))),
-        SGD,
         result=lambda model: optim.ema_params(model.params, model.state),
-        dense_result=_average,
     ),
-    "reset_rows": Part(lazy(MOMENTUM), MOMENTUM, ALL, _reset, _dense_reset),
-    "reset_accumulated": Part(
-        optim.accumulate(lazy(SGD), 2, 8),
-        optax.MultiSteps(SGD, 2),
-        before=_reset,
-        dense_before=_dense_reset,
-    ),
+    "reset_rows": Part(lazy(optax.sgd(LR, momentum=0.9)), _reset),
+    "reset_accumulated": Part(optim.accumulate(lazy(SGD), 2, 8), _reset),
     "weight_decay": Part(
         lazy(optax.chain(SGD, optim.weight_decay(0.1, LR))),
-        optax.chain(optax.add_decayed_weights(0.1), SGD),
-        before=_flush,
-        result=lambda model: optim.flush_weight_decay(model.params, model.state)[0],
+        _flush,
+        lambda model: optim.flush_weight_decay(model.params, model.state)[0],
     ),
 }
 
@@ -244,7 +213,7 @@ def _train(model, part):
     loss = lambda params, ids: _loss(functools.partial(model.apply, params), ids)
     find = jax.jit(optim.exact_value_and_grad(loss, EXACT, tables=IS_TABLE))
     grad = jax.jit(sj.grad(loss, tables=IS_TABLE))
-    for step, ids in enumerate(part.batches):
+    for step, ids in enumerate(BATCHES):
         part.before(step, model)
         if part.tx is EXACT:
             (_, grads), model.params, model.state = find(model.params, model.state, ids)
@@ -252,28 +221,6 @@ def _train(model, part):
             grads = grad(model.params, ids)
         model.update(grads)
     return part.result(model)
-
-
-@functools.cache
-def _dense_run(name):
-    part = PARTS[name]
-    model = Plain(_weights(), optax.identity())
-    loss = lambda params, ids: _loss(
-        lambda i: model.apply(model.make(**params), i), ids
-    )
-
-    @jax.jit
-    def run(params):
-        state, history = part.dense.init(params), [params]
-        for step, ids in enumerate(part.batches):
-            params, state = part.dense_before(step, params, state)
-            grads = jax.grad(loss)(params, ids)
-            updates, state = part.dense.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            history.append(params)
-        return part.dense_result(history)
-
-    return run(_weights())
 
 
 CASES = [
@@ -288,19 +235,24 @@ CASES = [
 ]
 
 
+@functools.cache
+def _plain_run(name):
+    return _train(Plain(_weights(), PARTS[name].tx), PARTS[name])
+
+
 @pytest.mark.parametrize("framework, name", slow_but(CASES, *CASES[:6]))
-def test_equals_plain_jax_with_dense_gradients(framework, name):
+def test_trains_as_parameters_in_dicts(framework, name):
     part = PARTS[name]
     model = FRAMEWORKS[framework](_weights(), part.tx)
-    result, expected = _train(model, part), model.make(**_dense_run(name))
-    assert_trees_close(*map(jax.tree.leaves, (result, expected)))
+    expected = model.make(*jax.tree.leaves(_plain_run(name)))
+    assert_trees_close(*map(jax.tree.leaves, (_train(model, part), expected)))
 
 
 @pytest.mark.window
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_questions(framework):
     model = FRAMEWORKS[framework](_weights(), SGD)
-    loss = lambda params: _loss(functools.partial(model.apply, params), SOME[0])
+    loss = lambda params: _loss(functools.partial(model.apply, params), BATCHES[0])
     norms = lambda p: (
         optim.global_norm(sj.grad(loss)(p)),
         optax.tree.norm(jax.grad(loss)(p)),
@@ -315,7 +267,7 @@ def test_a_whole_model():
     """With leaves that are not trained: right for equinox, refused for nnx."""
     tx = lazy(optax.chain(SGD, optim.ema(0.5), optim.weight_decay(0.1)))
     eqx, nnx = Equinox(_weights(), tx), NnxOptimizer(_weights(), tx)
-    _train(eqx, Part(tx, None))
+    _train(eqx, Part(tx))
     model = eqx.eqx.combine(eqx.params, eqx.model)
     for call in optim.ema_params, lambda *both: optim.flush_weight_decay(*both)[0]:
         whole, trained = call(model, eqx.state), call(eqx.params, eqx.state)

@@ -7,6 +7,10 @@
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
 
+import dataclasses
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -314,19 +318,15 @@ def test_each_tree_is_judged_by_itself():
     tx.init(good)
 
 
-@jax.tree_util.register_pytree_node_class
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["table"], meta_fields=["labels"]
+)
+@dataclasses.dataclass
 class _Labelled:
     """A node of a tree whose static data cannot be hashed."""
 
-    def __init__(self, table, labels):
-        self.table, self.labels = table, labels
-
-    def tree_flatten(self):
-        return (self.table,), self.labels
-
-    @classmethod
-    def tree_unflatten(cls, labels, leaves):
-        return cls(*leaves, labels)
+    table: Any
+    labels: list[str]
 
 
 def test_trees_with_static_data_that_cannot_be_hashed():
