@@ -16,7 +16,7 @@ from jax.experimental import checkify
 from jax.experimental.sparse import BCSR
 
 import sparsejax as sj
-from helpers import assert_no_dense, assert_trees_close
+from helpers import assert_trees_close
 from sparsejax.nn import PulledTables, SparseBlock, SparseEmbedding, SparseLinear
 
 
@@ -94,17 +94,9 @@ def test_pulled_rows_are_as_good_as_the_table(name):
     assert_trees_close(rows["t"].to_dense(), dense["t"])
 
 
-def test_nothing_has_the_size_of_the_table():
-    block = SparseEmbedding(10_007, D, name="t")
-    rows = sj.SelectedRows(jnp.array([5, 9]), jnp.ones((2, D)), 10_007)
-    f = lambda t: jnp.sum(block(t, {}, jnp.array([5, 9, 5])))
-    assert_no_dense(sj.grad(f), {"t": rows}, heights=[10_007])
-
-
-def test_blocks_are_layers_that_know_their_names():
+def test_blocks_are_layers():
     item, words = embedding(padding_id=0), linear()
     assert isinstance(item, sj.nn.Embedding) and isinstance(words, sj.nn.Dense)
-    assert item.init(KEY) == {} and words.init(KEY).keys() == {"bias"}
     assert item.table_prefix() == {} and words.table_prefix() == {"bias": False}
     assert repr(item) == "SparseEmbedding(11, 3, padding_id=0, name='t')"
 
@@ -133,9 +125,8 @@ def test_columns_out_of_range_are_read_by_the_mode():
     bad = sj.SegmentTensor(values, jnp.array([0, 1, 1, 1, 3]), 3)
     weights = jnp.array([[10.0], [20.0], [30.0], [40.0]])
     rows = sj.SelectedRows(jnp.array([0, 3, 4]), weights[jnp.array([0, 3, 3])], 4)
-    read = lambda mode, table: SparseLinear(1, 4, name="t", mode=mode, use_bias=False)(
-        {"t": table}, {}, bad
-    )
+    make = functools.partial(SparseLinear, 1, 4, name="t", use_bias=False)
+    read = lambda mode, table: make(mode=mode)({"t": table}, {}, bad)
     expected = {
         "drop": [40, 20, 0],
         "fill": [40, np.nan, 0],
@@ -202,19 +193,16 @@ def test_a_block_of_blocks():
     assert_trees_close(found, (want, jnp.stack([want, want])))
     assert hash(block) == hash(Towers()) and block == Towers()
     # Only what row_ids lists is pulled.
-    some = {"item": pulled["item"]}
+    some = PulledTables({"item": pulled["item"]})
     for call in (block, block.sparse_forward, jax.jit(block)):
         with pytest.raises(sj.NotPulledError, match="'words'.*Towers.row_ids"):
-            call(some, params, INPUTS)
-    tables = PulledTables(some)
-    assert "words" not in tables and tables.get("words") is None and len(tables) == 1
-    assert "SelectedRows" in repr(tables)
+            call(dict(some), params, INPUTS)
+    assert "words" not in some and some.get("words") is None and len(some) == 1
+    assert "SelectedRows" in repr(some)
 
 
 def test_tables_of_fields():
-    def names(*more):
-        return list(Towers(more=more).tables())
-
+    names = lambda *more: list(Towers(more=more).tables())
     one, two = SparseEmbedding(V, D), SparseEmbedding(V, D)
     assert names(one) == ["item", "words", "embedding"]
     assert names({"a": one}, [one]) == names(one)
