@@ -1,9 +1,5 @@
 """accumulate: one step on the mean of k gradients, held by rows."""
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 
 import chex

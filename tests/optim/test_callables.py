@@ -6,10 +6,6 @@ as well as under `exact`. A function that decides by the number of rows would fr
 train other tables on few rows than on all: it is refused.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 
 import jax

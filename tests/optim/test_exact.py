@@ -1,9 +1,5 @@
 """exact(tx) on the rows that are read equals tx on dense gradients."""
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 from typing import Any, NamedTuple
 

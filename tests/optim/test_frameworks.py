@@ -5,10 +5,6 @@ dense training. `TrainState` is in `pairs`, which has each way to wrap an optimi
 each place.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 import re
 from typing import Any, NamedTuple

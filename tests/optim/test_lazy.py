@@ -3,10 +3,6 @@
 Also inside of other transformations, under JAX's, on stacks of tables, and refused.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 
 import jax

@@ -3,11 +3,6 @@
 Its results, and the buffers of the compiled program.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-# pyright: reportOptionalMemberAccess=false
-
 import re
 from functools import partial
 

@@ -3,10 +3,6 @@
 Plain optimizers: tests/transform/test_compiled.py.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import re
 from functools import partial
 

@@ -4,10 +4,6 @@ The verdict is read from the program of each. Its oracle, `tests/tools/probe.py`
 the transformation on random numbers.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import inspect
 import pathlib
 import re

@@ -9,10 +9,6 @@ Duplicates are summed before the step, as in Paddle, FBGEMM and PyTorch, whereas
 applies one after the other: its cases with duplicates are fed one row at a time.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 import json
 import pathlib

@@ -1,9 +1,5 @@
 """reset_rows: afterwards a row is as if it had never been touched."""
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import jax
 import jax.numpy as jnp
 import numpy as np

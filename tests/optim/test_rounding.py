@@ -1,9 +1,5 @@
 """rounding, dynamic_loss_scale, and state in types of 16 bits."""
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -3,10 +3,6 @@
 Each takes dense and SelectedRows gradients, under strict promotion.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import functools
 from typing import Any
 

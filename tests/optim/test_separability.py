@@ -3,10 +3,6 @@
 `test_optax_table.py` has all of optax's, and compares the verdict with an oracle.
 """
 
-# optax's types know trees of arrays only.
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-# pyright: reportCallIssue=false, reportIndexIssue=false, reportOperatorIssue=false
-
 import dataclasses
 import functools
 from typing import Any
