@@ -94,19 +94,35 @@ APART = dataclasses.replace(LAYER, stacked=False)
 
 
 def test_each_feature_is_read_from_its_own_table(params):
-    """Also if the tables are arrays of their own, or features are left out."""
+    """Also if the tables are arrays of their own; some features alone, with weights."""
     assert {k: v.shape for k, v in params.items()} == {STACK: (HEIGHT, D)}
-    ids = _ids()
-    few = {name: ids[name] for name in ("words", "user")}
+    ids, rng = _ids(), np.random.default_rng(1)
+    few = {name: ids[name] for name in ("user", "flag", "clicked", "bought")}
+    draw = lambda x: rng.random(getattr(x, "values", x).shape, np.float32)
+    weights = {name: draw(x) for name, x in few.items()}
+    weights["bought"][4] = np.nan  # of an empty slot
+    pairs = {"index": few["bought"].values, "value": weights["bought"]}
+    both = {"bought": sj.SegmentTensor(pairs, few["bought"].segment_ids, B, True)}
+    loss = lambda w: _loss(LAYER(params, few, {**weights, "clicked": w}))
+    plain = lambda w: _loss(
+        _one_by_one(LAYER.unstack(params), few, {**weights, "clicked": w})
+    )
 
     @jax.jit
-    def run(params, ids, few):
+    def run(params, ids, few, both, weights):
         tables = LAYER.unstack(params)
-        outs = LAYER(params, ids), APART(tables, ids), LAYER(params, few)
-        return outs, _one_by_one(tables, ids)
+        want, weighted = _one_by_one(tables, ids), _one_by_one(tables, few, weights)
+        return [
+            (LAYER(params, ids), want),
+            (APART(tables, ids), want),
+            (LAYER(params, few), {name: want[name] for name in few}),
+            (LAYER(params, few, weights), weighted),
+            (LAYER(params, both)["bought"], weighted["bought"]),
+            tuple(jax.grad(f)(weights["clicked"]) for f in (loss, plain)),
+        ]
 
-    outs, want = run(params, ids, few)
-    assert_trees_close(outs, (want, want, {name: want[name] for name in few}))
+    for out, want in run(params, ids, few, both, weights):
+        assert_trees_close(out, want)
     assert LAYER(params, {}) == {}
 
 
@@ -124,9 +140,8 @@ def test_an_id_never_reads_the_neighbour():
     empty = layer(params, {"a": jnp.zeros((2, 0), int), "b": jnp.zeros((0,), int)})
     np.testing.assert_array_equal(empty["a"], np.zeros((2, 2)))
     assert empty["b"].shape == (0, 2)
-    strict = sj.nn.EmbeddingCollection(
-        {"a": Embedding(5, 2, mode="error", padding_id=-1), "b": (7, 2)}
-    )
+    a = Embedding(5, 2, mode="error", padding_id=-1)
+    strict = sj.nn.EmbeddingCollection({"a": a, "b": (7, 2)})
     call = jax.jit(checkify.checkify(lambda ids: strict(params, {"a": ids})["a"]))
     assert call(jnp.array([4, -1]))[0].get() is None
     assert "the table has 5 rows" in str(call(jnp.array([4, 5]))[0].get())
@@ -145,35 +160,6 @@ def test_as_few_gathers_as_shapes_allow(params):
     assert reads(LAYER, params, _ids(), [(HEIGHT,)]) == 5
     heights = [(table.num_embeddings,) for _, table in LAYER.tables]
     assert reads(APART, LAYER.unstack(params), _ids(), heights) == len(FEATURES)
-
-
-@pytest.mark.slow
-def test_weights(params):
-    ids, rng = _ids(), np.random.default_rng(1)
-    few = {name: ids[name] for name in ("user", "flag", "clicked", "bought")}
-    weights = {
-        name: rng.random(getattr(x, "values", x).shape, np.float32)
-        for name, x in few.items()
-    }
-    weights["bought"][4] = np.nan  # of an empty slot
-    st = few["bought"]
-    both = {"index": st.values, "value": weights["bought"]}
-    both = sj.SegmentTensor(both, st.segment_ids, B, True)
-    loss = lambda w: _loss(LAYER(params, few, {**weights, "clicked": w}))
-    plain = lambda w: _loss(
-        _one_by_one(LAYER.unstack(params), few, {**weights, "clicked": w})
-    )
-
-    @jax.jit
-    def run(params, both, weights):
-        want = _one_by_one(LAYER.unstack(params), few, weights)
-        pairs = [(LAYER(params, few, weights), want)]
-        pairs += [(LAYER(params, {"bought": both})["bought"], want["bought"])]
-        pairs += [tuple(jax.grad(f)(weights["clicked"]) for f in (loss, plain))]
-        return pairs
-
-    for got, want in run(params, both, weights):
-        assert_trees_close(got, want)
 
 
 @pytest.mark.slow
@@ -282,10 +268,8 @@ def test_a_collection_is_static():
     assert LAYER == same and hash(LAYER) == hash(same)
     assert LAYER != APART and dataclasses.replace(APART, stacked=True) == LAYER
     small = sj.nn.EmbeddingCollection({"a": (5, 2)}, {"x": ("a", "max")})
-    assert repr(small) == (
-        "EmbeddingCollection({'a': EmbeddingBag(5, 2)}, {'x': ('a', 'max')})"
-    )
+    shown = "{'a': EmbeddingBag(5, 2)}, {'x': ('a', 'max')}"
+    assert repr(small) == f"EmbeddingCollection({shown})"
     f = jax.jit(lambda layer, p, ids: layer(p, ids), static_argnums=0)
-    params = jax.jit(small.init)(jax.random.key(0))
-    out = f(small, params, {"x": jnp.array([1])})
+    out = f(small, small.init(jax.random.key(0)), {"x": jnp.array([1])})
     assert out["x"].shape == (1, 2)
