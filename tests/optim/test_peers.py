@@ -1,9 +1,9 @@
-"""The optimizers of Caffe2, MXNet and PyTorch, as they are written here.
+"""The optimizers of Caffe2, MXNet, Paddle and PyTorch, as they are written here.
 
 `RULES` has, for each operator of another system, the transformation that does the same
 and the matching states. `golden/optim.json` has the recorded steps of those systems,
-with their versions; each is repeated from the same start. Paddle's, in the same file,
-are in tests/docs/test_paddle_mapping.py.
+with their versions; each is repeated from the same start. Paddle's operators are here,
+its optimizers, in the same file, in tests/docs/test_paddle_mapping.py.
 
 Duplicates are summed before the step, as in Paddle, FBGEMM and PyTorch, whereas Caffe2
 applies one after the other: its cases with duplicates are fed one row at a time.
@@ -32,7 +32,7 @@ _FILE = pathlib.Path(__file__).parent.parent / "golden" / "optim.json"
 CASES = {
     f"{case['system']}/{case['name']}": case
     for case in json.loads(_FILE.read_text())["cases"]
-    if case["system"] != "paddle"
+    if not case["name"].startswith("opt_") or case["system"] != "paddle"
 }
 
 
@@ -41,6 +41,7 @@ class Rule(NamedTuple):
 
     tx: Any
     states: dict[str, str] = {}  # the peer's name -> ours
+    count: int = 0  # the steps before the first
 
 
 # ------------------------------------------------------------------ the table
@@ -130,6 +131,20 @@ def mxnet(
     return Rule(tx, {"state0": "sum_of_squares"})
 
 
+def paddle(op, lr, epsilon=0.0, beta1=0.0, beta2=0.0, b1_pow=1.0, l1=0.0, l2=0.0, **_):
+    if op == "sgd":
+        return Rule(optax.sgd(lr))
+    if op == "adam":  # handed beta1 to the power of the step
+        count = round(np.log(b1_pow) / np.log(beta1)) - 1
+        tx = optax.adam(lr, beta1, beta2, epsilon)
+        return Rule(tx, {"m1": "mu", "m2": "nu"}, count)
+    if op == "adagrad":
+        return Rule(optim.adagrad(lr, 0.0, epsilon), {"m": "sum_of_squares"})
+    assert op == "ftrl"
+    tx = optim.ftrl(lr, beta=0.0, l1=l1 + 1e-10, l2=2 * (l2 + 1e-10))
+    return Rule(tx, {"lin": "z", "sq": "n"})
+
+
 def torch(op, lr, betas=(), eps=0.0, lr_decay=0.0, initial_accumulator_value=0.0):
     if op == "Adagrad":
         schedule = lambda count: lr / (1 + lr_decay * count)
@@ -141,7 +156,7 @@ def torch(op, lr, betas=(), eps=0.0, lr_decay=0.0, initial_accumulator_value=0.0
     return Rule(tx, {"exp_avg": "mu", "exp_avg_sq": "nu"})
 
 
-RULES = {"caffe2": caffe2, "mxnet": mxnet, "torch": torch}
+RULES = {"caffe2": caffe2, "mxnet": mxnet, "paddle": paddle, "torch": torch}
 
 
 # ------------------------------------------------------------------ running it
@@ -186,7 +201,7 @@ def test_as_recorded(name):
     rule, run = _rule(case["system"], case["op"], hyper, dense)
     assert set(case["states"]) == set(rule.states)
     weights = jnp.asarray(data["weights0"])
-    state = rule.tx.init(weights)
+    state = _set_count(rule.tx.init(weights), rule.count)
     for theirs, ours in rule.states.items():
         if f"{theirs}0" in data:
             start = jnp.asarray(data[f"{theirs}0"])
