@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -21,12 +20,6 @@ from sparsejax.store import _mesh
 
 # The store runs optax, which relies on implicit promotion.
 pytestmark = [pytest.mark.usefixtures("eight_devices", "loose_promotion")]
-
-
-def make_store(mesh=None):
-    store = sj.store.KVStore(mesh)
-    store.init("t", worker.initial(), worker.transformation())
-    return store
 
 
 def assert_same_rows(found, expected):
@@ -72,76 +65,43 @@ def test_ids_with_a_stride_have_all_owners():
 
 
 def test_one_pull_for_all_devices():
+    """Its rows start as on one device."""
     mesh = worker.make_mesh()
-    store, other = make_store(mesh), make_store()
+    store, other = (worker.init_normal(sj.store.KVStore(x)) for x in (mesh, None))
     ids = np.array([9, 3, 9, 500, 3, 7, 9, 1000], np.int32)
-    expected = other.pull("t", ids)
+    expected = other.pull("n", ids)
     split = jax.device_put(ids, NamedSharding(mesh, P("x")))
-    for given in (ids, split, [jnp.asarray(part) for part in np.split(ids, 4)]):
-        before = store.stats()["t"]
-        found = store.pull("t", given)
-        assert_same_rows(found, expected)
-        for x in found.rows, found.values:
+    for k, given in enumerate((ids, split, [*map(jnp.asarray, np.split(ids, 4))]), 1):
+        pulled = store.pull("n", given)
+        assert_same_rows(pulled, expected)
+        for x in pulled.rows, pulled.values:
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, P()), x.ndim)
             for shard in x.addressable_shards:
                 assert_same_bits(shard.data, x)
-        after = store.stats()["t"]
-        assert after.pulls - before.pulls == 1
-        assert after.pulled_rows - before.pulled_rows == 5  # each row once
-    assert store.pull("t", ids, capacity=5).rows.tolist() == [3, 7, 9, 500, 1000]
-    assert store.row_sparse_pull("t", ids).capacity == 5
-    assert_same_rows(store.pull("t", [-1, 4], mode="drop"), other.pull("t", [4]))
-
-
-@pytest.fixture(scope="module")
-def trained():
-    """The table that one device trains from a KVStore."""
-    with jax.numpy_dtype_promotion("standard"):
-        store = make_store()
-        for ids, targets in worker.batches():
-            store.push("t", worker.gradient(store.pull("t", ids), ids, targets))
-        return store.pull_all("t")
-
-
-@pytest.mark.slow
-def test_training_over_a_mesh_equals_one_device(trained):
-    mesh = worker.make_mesh()
-    split = NamedSharding(mesh, P("x"))
-    store, ahead = make_store(mesh), make_store(mesh)
-    batches = [jax.device_put(batch, split) for batch in worker.batches()]
-    for ids, targets in batches:
-        store.push("t", worker.gradient(store.pull("t", ids), ids, targets))
-    np.testing.assert_allclose(store.pull_all("t"), trained, rtol=1e-5, atol=1e-6)
-    for (ids, targets), table in ahead.prefetch(batches, lambda batch: batch[0]):
-        ahead.push("t", worker.gradient(table, ids, targets))
-    assert_same_bits(ahead.pull_all("t"), store.pull_all("t"))
-    for refused in (
-        lambda: store.pull("t", [1, worker.HEIGHT]),
-        lambda: store.pull("t", [1, 2], capacity=1),
-        lambda: store.push("t", sj.SelectedRows([1], jnp.ones((1, 2)), 8)),
-    ):
-        with pytest.raises(ValueError, match="'t'"):
-            refused()
-
-
-def test_rows_start_as_on_one_device():
-    mesh = worker.make_mesh()
-    normal = jax.nn.initializers.normal(1.0)
-    meshed, store = sj.store.KVStore(mesh), sj.store.KVStore()
-    for x in (meshed, store):
-        x.init("t", (50, 3), optax.sgd(0.1), initializer=normal, key=3)
-    assert_same_rows(meshed.pull("t", [[7, 2], [7, 49]]), store.pull("t", [2, 7, 49]))
-    empty = meshed.pull("t", np.zeros(0, np.int32))
-    assert int(empty.num_rows()) == 0 and empty.shape == (50, 3)
+        stats = store.stats()["n"]
+        assert (stats.pulls, stats.pulled_rows) == (k, 5 * k)  # each row once
+    assert store.pull("n", ids, capacity=5).rows.tolist() == [3, 7, 9, 500, 1000]
+    assert store.row_sparse_pull("n", ids).capacity == 5
+    assert_same_rows(store.pull("n", [-1, 4], mode="drop"), other.pull("n", [4]))
+    assert_same_rows(store.pull("n", []), other.pull("n", []))
+    with pytest.raises(ValueError, match="'n' are out of range"):
+        store.pull("n", [1, worker.HEIGHT])
+    with pytest.raises(ValueError, match="'n' do not fit in capacity=1"):
+        store.pull("n", [1, 2], capacity=1)
 
 
 # ------------------------------------------------------------------ two processes
 
 
 @pytest.mark.slow
-def test_two_processes_equal_one(trained, tmp_path):
+def test_two_processes_equal_one(tmp_path):
     """By pull and push, a Trainer and `store.train_step`."""
     run_together(worker.__file__, directory=tmp_path)
+    store = sj.store.KVStore()
+    store.init("t", worker.initial(), worker.transformation())
+    for ids, targets in worker.batches():
+        store.push("t", worker.gradient(store.pull("t", ids), ids, targets))
+    trained = store.pull_all("t")
     parts = [np.load(tmp_path / f"{k}.npz") for k in range(worker.PROCESSES)]
     needed = [np.unique(ids) for ids, _ in worker.batches()]
     rows = [int(part["rows"]) for part in parts]
