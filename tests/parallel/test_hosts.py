@@ -1,6 +1,6 @@
 """Several processes, over loopback: they train as one does, and go on if one dies."""
 
-import concurrent.futures
+import argparse
 import contextlib
 import os
 import re
@@ -20,7 +20,7 @@ import sparsejax as sj
 import worker
 from examples import restart
 from helpers import ROOT, assert_same_bits, run_together
-from one_device import assert_close, dense_step_of, run
+from one_device import assert_close, dense_step_of, mesh_of, place, run
 
 
 # optax.adam on dense arrays, and as in a reader's session
@@ -66,13 +66,13 @@ def test_two_processes_train_like_one_device(tmp_path):
 class Host:
     """A supervisor and its child, in a process group of their own."""
 
-    def __init__(self, port, process, directory, options):
-        self._said = directory.with_name(f"{directory.name} {process}.txt")
-        command = [restart.__file__, f"127.0.0.1:{port}", 2, process, directory]
+    def __init__(self, *command):
+        *_, process, folder = command[:4]
+        self._said = folder.with_name(f"{process}.txt")
         flags = os.environ["XLA_FLAGS"].replace("count=8", "count=1")
         with self._said.open("a") as said:
             self._supervisor = subprocess.Popen(
-                [sys.executable, *map(str, command), *options],
+                [sys.executable, restart.__file__, *map(str, command)],
                 env={**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags},
                 stdout=said,
                 stderr=subprocess.STDOUT,
@@ -101,82 +101,90 @@ def wait(until, hosts):
     return time.monotonic() - start
 
 
-def latest_step(directory):
+def latest_step(folder):
     """The latest checkpoint of both, with the store or without."""
-    if (directory / "model").exists():
-        told = [directory / f"step-{process}" for process in range(2)]
+    if (folder / "model").exists():
+        told = [folder / f"step-{process}" for process in range(2)]
         return min(int(x.read_text() or 0) if x.exists() else 0 for x in told)
-    names = [x.name for x in directory.glob("*") if x.name.isdigit()]
+    names = [x.name for x in folder.glob("*") if x.name.isdigit()]
     return max(map(int, names), default=0)
 
 
-def run_hosts(directory, *options, with_a_death):
-    """Runs examples/restart.py in two processes; may kill one, and start it again."""
+def run_with_a_death(folder, *options):
+    """Runs examples/restart.py in two processes; kills one, and starts it again."""
     with contextlib.closing(socket.socket()) as s:
         s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    start = lambda process: Host(port, process, directory, options)
-    hosts, step = [start(0), start(1)], None
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+    start = lambda process: Host(address, 2, process, folder, *options)
+    hosts = [start(0), start(1)]
     try:
-        if with_a_death:
-            wait(lambda: latest_step(directory) >= 20, hosts)
-            hosts[1].kill()
-            ended = r"process 0 of 2 ended .* step (\d+) in (.*): restarting"
-            seconds = wait(lambda: re.search(ended, hosts[0].said()), hosts)
-            assert seconds < MOST
-            (step, named), *_ = re.findall(ended, hosts[0].said())
-            assert int(step) in range(20, 60) and named == str(directory)
-            hosts[1] = start(1)
+        wait(lambda: latest_step(folder) >= 20, hosts)
+        hosts[1].kill()
+        ended = r"process 0 of 2 ended .* step (\d+) in (.*): restarting"
+        seconds = wait(lambda: re.search(ended, hosts[0].said()), hosts)
+        assert seconds < MOST
+        (step, named), *_ = re.findall(ended, hosts[0].said())
+        assert int(step) in range(20, 60) and named == str(folder)
+        hosts[1] = start(1)
         wait(lambda: all(host.code() is not None for host in hosts), hosts)
         told = "\n\n".join(host.said() for host in hosts)
         assert [host.code() for host in hosts] == [0, 0], told
         for process, host in enumerate(hosts):
             starts = re.findall(rf"process {process} starts at step (\d+)", host.said())
             # A process that was not answered in time may have begun once more.
-            assert starts[0] == "0" and set(starts[1:]) <= {step}, told
-            assert len(starts) > with_a_death, told
+            assert len(starts) > 1 and starts[0] == "0" and {*starts[1:]} == {step}, (
+                told
+            )
     finally:
         for host in hosts:
             host.kill()
-    assert latest_step(directory) == restart.STEPS
+    assert latest_step(folder) == restart.STEPS
 
 
-def run_twice(folder, *options):
-    """Folders of two runs, side by side: one goes on after a death of a host."""
-    folders = folder / "run", folder / "other"
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        other = pool.submit(run_hosts, folders[1], *options, with_a_death=False)
-        run_hosts(folders[0], *options, with_a_death=True)
-        other.result()
-    return folders
-
-
-@pytest.mark.skipif(os.name != "posix", reason="kills process groups")
-def test_a_run_goes_on_after_a_host_has_died(tmp_path):
-    """The weights are those of a run that was not interrupted."""
+def restored(folder):
     params = {
         "table": np.zeros((restart.V, restart.D), np.float32),
         "dense": np.zeros(restart.D, np.float32),
     }
-    trained = []
-    for directory in run_twice(tmp_path):
-        options = ocp.CheckpointManagerOptions(read_only=True)
-        with ocp.CheckpointManager(directory, options=options) as manager:
-            like = (params, restart.tx.init(params))
-            trained.append(sj.parallel.restore(manager, like))
-    jax.tree.map(assert_same_bits, *trained)
-    assert np.all(trained[0][0]["dense"] != 1)  # it did train
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder, options=options) as manager:
+        return sj.parallel.restore(manager, (params, restart.tx.init(params)))
+
+
+def stored(folder):
+    """The rows and their state, sorted, and the tree that each process saved."""
+    model = folder / "model"
+    files = [model]
+    if model.is_dir():
+        save = model / (model / "current").read_text()
+        files = [save / f"{process}-of-2" for process in range(2)]
+    rows, trees = [], []
+    for path in files:
+        with np.load(path) as file:
+            rows += np.concatenate([file["0.weights"], file["0.state.0"]], 1).tolist()
+            trees.append([file["tree.0"], file["tree.1"]])
+    for tree in trees:
+        jax.tree.map(assert_same_bits, tree, trees[0])
+    return np.array(sorted(rows)), trees[0]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="kills process groups")
-def test_a_store_goes_on_after_a_host_has_died(tmp_path):
-    """Rows, state and the tree in its files are those of the other run."""
-    saved = []
-    for directory in run_twice(tmp_path, "--store"):
-        save = directory / "model" / (directory / "model" / "current").read_text()
-        for process in range(2):
-            with np.load(save / f"{process}-of-2") as file:
-                saved.append({k: file[k] for k in file.files if k != "header.json"})
-    for mine, other in zip(saved[:2], saved[2:], strict=True):
-        assert len(mine) > 2
-        jax.tree.map(assert_same_bits, mine, other)
+@pytest.mark.parametrize(
+    "options, train, saved",
+    [([], restart.train_sharded, restored), (["--store"], restart.train_store, stored)],
+    ids=["sharded", "store"],
+)
+def test_a_run_goes_on_after_a_host_has_died(
+    options, train, saved, tmp_path, monkeypatch
+):
+    """It ends with the bits of a run in one process, with a device for each host."""
+    folder, alone = tmp_path / "run", tmp_path / "alone"
+    run_with_a_death(folder, *options)
+    # The loaders of the hosts take turns at the rows of an epoch.
+    by_host = lambda sharding, x: jax.device_put(x.reshape(-1, 2).T.ravel(), sharding)
+    monkeypatch.setattr(jax, "make_array_from_process_local_data", by_host)
+    monkeypatch.setattr(restart, "LOCAL_BATCH", 2 * restart.LOCAL_BATCH)
+    mesh, args = mesh_of(2), argparse.Namespace(folder=alone, process=0)
+    dense = place(mesh, np.ones(restart.D, np.float32))
+    train(args, restart.make_loader(), mesh, dense)
+    jax.tree.map(assert_same_bits, saved(folder), saved(alone))
