@@ -166,6 +166,7 @@ def test_gradients_are_summed_by_hand():
         (TABLE * TABLE, table * table),
     ]
     assert_close(whole([found for _, found in pairs]), [want for want, _ in pairs])
+    assert_close(sj.optim.global_norm(a), np.linalg.norm(want_a))
     # One step of the sum is one step of the dense sum.
     tx = optax.sgd(0.1)
     updates, _ = sj.optim.lazy(tx).update(mean, tx.init(table), table)

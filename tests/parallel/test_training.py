@@ -42,7 +42,6 @@ TXS = {
     "momentum": optax.sgd(0.1, momentum=0.9),
     "adam": optax.adam(0.1),
     "clip, adam": optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)),
-    "rowwise_adagrad": sj.optim.rowwise_adagrad(0.1),
 }
 shard_rows, shard_columns = sj.parallel.shard_rows, sj.parallel.shard_columns
 
@@ -98,21 +97,15 @@ def specs_of(tree):
     "name, shape, axis, capacity, kind",
     [
         ("clip, adam", (8,), "x", 3, AxisType.Auto),  # merged and held
-        ("adam", (8,), "x", 3, AxisType.Explicit),
         ("sgd", (2, 4), "x", 2, AxisType.Auto),  # over one of two axes
         ("momentum", (2, 2), ("d", "x"), 3, AxisType.Auto),
         ("clip, adam", (1, 2), "x", 1, AxisType.Explicit),  # sent twice
         ("clip, adam", (4,), "columns", None, AxisType.Explicit),
-        pytest.param(
-            *("rowwise_adagrad", (2, 4), "x", 3, AxisType.Explicit),
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_equals_one_device(name, shape, axis, capacity, kind):
     mesh = mesh_of(shape, ("d", "x")[-len(shape) :], kind)
-    tx = TXS[name] if name == "rowwise_adagrad" else sj.optim.lazy(TXS[name])
-    parts = [mesh.axis_names]
+    tx, parts = sj.optim.lazy(TXS[name]), [mesh.axis_names]
     with jax.set_mesh(mesh):
         if axis == "columns":
             tables, parts = [shard_columns(t, mesh, "x") for t in TABLES], []
@@ -165,26 +158,6 @@ def test_bfloat16_parts_are_summed_in_float32():
     after, *_ = jax.jit(step_of(loss, tx))(table, tx.init(table), ids)
     # Added one by one in bfloat16, 256 of them stop growing at half of that.
     assert float(after.to_dense()[7, 0]) == 258.0
-
-
-@pytest.mark.slow
-def test_a_scaled_loss_and_the_norm_of_a_gradient():
-    params: Any = {"t": shard_rows(TABLES[0], mesh_of(), "x")}
-    tx: Any = sj.optim.dynamic_loss_scale(sj.optim.lazy(optax.sgd(0.1)))
-    (ids,) = batches()[0]
-    loss = lambda t: jnp.sum(sj.lookup(t, ids, mode="zero") ** 2)
-
-    @jax.jit
-    def step(params, state):
-        grads = sj.grad(lambda p: loss(p["t"]) * state.scale)(params)
-        norm = sj.optim.global_norm(grads) / state.scale
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), norm
-
-    new, norm = step(params, tx.init(params))
-    want = np.asarray(jax.jit(jax.grad(loss))(TABLES[0]))
-    assert_close(whole(new)["t"], TABLES[0] - 0.1 * want)
-    assert_close(norm, np.linalg.norm(want))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])

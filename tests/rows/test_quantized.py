@@ -26,7 +26,6 @@ from helpers import (
 
 F32, F16 = np.float32, np.float16
 KINDS = [(4, F16), (8, F32), (2, F16), (8, F16), (4, F32)]  # first the defaults
-all_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS)
 each_bits = pytest.mark.parametrize("bits, scale_dtype", KINDS[:3])
 two_kinds = pytest.mark.parametrize("bits, scale_dtype", KINDS[:2])
 dequantize = jax.jit(sj.QuantizedTable.dequantize)
@@ -90,6 +89,8 @@ def test_bytes_are_caffe2s(bits, scale_dtype, dtype):
     quantize = functools.partial(sj.quantize, bits=bits, scale_dtype=scale_dtype)
     table = quantize(x)
     assert table.dtype == table.dequantize().dtype == dtype
+    if dtype is F32:
+        assert_close(table, x)
     assert_same_bits(table.to_fused(), want)
     assert_same_bits(jax.jit(lambda x: quantize(x).to_fused())(x), want)
     read = functools.partial(
@@ -114,16 +115,6 @@ def test_a_greedy_search_pays(bits):
 
 
 # ------------------------------------------------------------------ numbers
-
-
-@all_kinds
-def test_errors_are_at_most_half_a_scale(bits, scale_dtype):
-    x = make_rows(seed=2)
-    table = sj.quantize(x, bits, scale_dtype=scale_dtype)
-    assert_close(table, x)
-    equal = x.max(1) == x.min(1)
-    rtol = 1e-3 if scale_dtype is F16 else 0
-    np.testing.assert_allclose(dequantize(table)[equal], x[equal], rtol=rtol)
 
 
 @each_bits

@@ -161,14 +161,9 @@ def filtered(g, h):
 KEY = jax.random.key(0)
 IDIOMS = {
     "allclose": optax.tree.allclose,
-    "clip": lambda g, h: optax.tree.clip(g, -1.0, 1.0),
     "random_like": lambda g, h: optax.tree.random_like(KEY, g),
     "update_moment": lambda g, h: optax.tree.update_moment(g, h, 0.9, 2),
     "vdot": optax.tree.vdot,
-    "where": lambda g, h: optax.tree.where(jnp.array(False), g, h),
-    "zeros_like": lambda g, h: optax.tree.zeros_like(g),
-    "zeros_like of floats": lambda g, h: optax.tree.zeros_like(g, dtype=jnp.float32),
-    "zeros_like of ints": lambda g, h: optax.tree.zeros_like(g, dtype=jnp.int32),
     "add_noise": through(optax.add_noise(0.1, 0.5, KEY)),
     "apply_if_finite": through(optax.apply_if_finite(optax.identity(), 3)),
     "ema of updates": through(optax.ema(0.9)),

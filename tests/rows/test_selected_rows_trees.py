@@ -165,9 +165,8 @@ def test_a_batch_outside_of_vmap(name):
 
 def test_what_the_error_of_a_batch_names():
     batch, parts = _batch()
-    total = sj.SelectedRows(
-        batch.rows.ravel(), jnp.concatenate(batch.values), batch.height
-    )
+    rows, values = batch.rows.ravel(), jnp.concatenate(batch.values)
+    total = sj.SelectedRows(rows, values, batch.height)
     assert_trees_close(total.to_dense(), (parts[0] + parts[1]).to_dense())
     assert_trees_close(jax.tree.map(lambda x: x[0], batch), parts[0])
     assert "int32[2,3]" in repr(batch)

@@ -373,9 +373,3 @@ def test_all_take_the_arguments_of_jax(name):
     assert function.__name__ == function.__qualname__ == f"segment_{name}"
     assert pickle.loads(pickle.dumps(function)) is function
     assert f"def segment_{name}(" in inspect.getsource(function)
-
-
-def test_jit_takes_static_arguments_by_name():
-    data, ids = jnp.array([1.0, 3.0, 7.0]), jnp.array([0, 0, 1])
-    jitted = jax.jit(sj.segment_var, static_argnames="num_segments")
-    assert jitted(data, ids, num_segments=2).tolist() == [1.0, 0.0]

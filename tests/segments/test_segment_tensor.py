@@ -77,10 +77,8 @@ def test_every_representation_to_every_other(maker, as_array):
     check(x, LISTS)
     assert x.is_sorted and x.values.dtype == jnp.int32
     assert isinstance(x.values, jax.Array) and isinstance(x.segment_ids, jax.Array)
-    assert_trees_close(x.values, VALUES)
-    assert_trees_close(x.segment_ids, SORTED_IDS)
-    assert_trees_close(x.to_padded(), PADDED)
-    assert_trees_close(x.to_multi_hot(8), MULTI_HOT)
+    assert_trees_close((x.values, x.segment_ids), (VALUES, SORTED_IDS))
+    assert_trees_close((x.to_padded(), x.to_multi_hot(8)), (PADDED, MULTI_HOT))
     assert x.to_lists() == LISTS
 
 
@@ -295,6 +293,7 @@ def test_nested():
     assert isinstance(x.values, sj.SegmentTensor)
     assert x.values.lengths.tolist() == [2, 1, 1, 0, 3]
     assert x.to_lists() == NESTED
+    assert x.map(jnp.negative).to_lists()[0] == [[-10, -11], [-101]]
     want = -np.ones((3, 3, 3), np.int32)
     for i, elements in enumerate(NESTED):
         for j, ids in enumerate(elements):

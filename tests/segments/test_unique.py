@@ -78,15 +78,6 @@ def test_of_none():
     assert sj.partition([], 3).lengths.tolist() == [0, 0, 0]
 
 
-def test_what_does_not_fit_reads_nothing():
-    """The use that the docstring shows: one read for each distinct id."""
-    table = jnp.arange(10.0)
-    out, inverse, count = sj.unique(jnp.array([7, 3, 7, 9]), 2)
-    assert int(count) == 3
-    rows = sj.lookup(sj.lookup(table, out), inverse)
-    assert rows.tolist()[:3] == [7, 3, 7] and np.isnan(rows[3])
-
-
 def test_unique_maps_over_a_batch():
     ids = jnp.array([[3, 3, 1], [2, 9, 2]])
     got = jax.vmap(lambda x: sj.unique(x, 4))(ids)
@@ -125,14 +116,3 @@ def test_partition_into_very_many_parts():
     assert got.values["position"].tolist() == [0, 3, 5, 1, 4, 2]
     assert got.values["id"].tolist() == [2**30, 0, 2**29, 5, 5, -1]
     assert got.segment_ids.tolist() == [0, 0, 0, 5, 5, 2**29 - 1]
-
-
-def test_partition_there_and_back():
-    """The uses that the docstring shows."""
-    ids = jnp.array([4, 7, -1, 6])
-    parts = sj.partition(ids, 2)
-    position = parts.values["position"]
-    assert ids[position].tolist() == parts.values["id"].tolist()
-    answers = parts.values["id"] * 10
-    back = jnp.zeros_like(answers).at[position].set(answers)
-    assert back.tolist() == [40, 70, -10, 60]
