@@ -67,11 +67,11 @@ def _lowered(*options):
 def test_in_place_and_less_with_each_device():
     tx = sj.optim.lazy(optax.adam(1e-3))
     owned, held, made = [], [], []
-    for shards in (2, 4, 8):
+    for shards in (2, 8):
         table, lowered = _lowered(tx, shards, "measured")
         program: Any = lowered.compile()
         rows, memory = table.rows_per_shard, program.memory_analysis()
-        if shards < 8:  # of which a part has more rows than the batch
+        if shards == 2:  # a part has more rows than the batch
             # Weights and both moments are handed over, not copied ...
             assert memory.alias_size_in_bytes >= 3 * 4 * rows * DIM
             # ... and nothing else has the shape of a part.
@@ -79,10 +79,10 @@ def test_in_place_and_less_with_each_device():
         owned.append(rows)
         held.append(memory.argument_size_in_bytes)
         made.append(memory.temp_size_in_bytes)
-    assert owned == [50_002, 25_001, 12_501]
-    assert held[0] > 1.9 * held[1] > 3.6 * held[2]
+    assert owned == [50_002, 12_501]
+    assert held[0] > 3.6 * held[1]
     # The ids' duplicates are fewer in smaller parts of a batch.
-    assert made[0] > 1.7 * made[1] > 3 * made[2]
+    assert made[0] > 3 * made[1]
 
 
 def test_owners_hold_what_a_round_carries():
