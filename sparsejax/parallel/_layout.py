@@ -81,12 +81,12 @@ class Mod:
 
     def in_order(self, values: jax.Array, height: int, shards: int) -> jax.Array:
         """Returns stored rows `[N * R, ...]` in the order of ids; padding is last."""
-        parts = values.reshape(shards, -1, *values.shape[1:])
+        parts = values.reshape(shards, len(values) // shards, *values.shape[1:])
         return jnp.swapaxes(parts, 0, 1).reshape(values.shape)
 
     def stored(self, rows: jax.Array, height: int, shards: int) -> jax.Array:
         """Inverts `in_order`: rows in the order of ids, `[N * R, ...]`."""
-        parts = rows.reshape(-1, shards, *rows.shape[1:])
+        parts = rows.reshape(len(rows) // shards, shards, *rows.shape[1:])
         return jnp.swapaxes(parts, 0, 1).reshape(rows.shape)
 
 

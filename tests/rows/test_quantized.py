@@ -526,7 +526,7 @@ def test_training_in_8_bits():
 
     @functools.partial(jax.jit, static_argnums=0)
     def error_of(tx, table):
-        one = lambda c, ids: (step(tx, *c, ids, target[ids]), None)
+        one = lambda c, ids: (step(tx, c[0], c[1], ids, target[ids]), None)
         params = {"t": table}
         (params, _), _ = jax.lax.scan(one, (params, tx.init(params)), ids)
         return jnp.abs(params["t"].dequantize() - target).mean()
