@@ -22,7 +22,7 @@ from optimizers import step
 from sparsejax.optim import exact, exact_value_and_grad
 
 
-# optax itself relies on implicit promotion; the last test is about our own code.
+# optax itself relies on implicit promotion.
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N, STEPS = 211, 4, 4, 40
@@ -187,8 +187,21 @@ def make_apply(tx):
     return jit(functools.partial(step, tx))
 
 
-CATCH_UP, FLUSH = jit(MOMENTUM.catch_up), jit(MOMENTUM.flush)
-APPLY, APPLY_DENSE = make_apply(MOMENTUM), make_apply(optax.sgd(0.5, momentum=0.5))
+def strictly(f):
+    """Jitted; our own code promotes nothing."""
+    f = jit(f)
+
+    @jax.numpy_dtype_promotion("strict")
+    @jax.numpy_rank_promotion("raise")
+    def call(*args):
+        return f(*args)
+
+    return call
+
+
+CATCH_UP, FLUSH = strictly(MOMENTUM.catch_up), strictly(MOMENTUM.flush)
+APPLY = strictly(functools.partial(step, MOMENTUM))
+APPLY_DENSE = make_apply(optax.sgd(0.5, momentum=0.5))
 # Two steps, between which rows 3 and 5 have momentum.
 TWO_STEPS = [(gradient([3, 5]), [3, 5]), (gradient([5]), [5])]
 
@@ -473,21 +486,6 @@ def test_a_table_used_as_a_whole_is_brought_up_to_date():
     (value, _), params, _ = exact_value_and_grad(loss, MOMENTUM)(params, state)
     assert relative(params["table"], dense["table"]) < 1e-6
     np.testing.assert_allclose(value, loss(dense), rtol=1e-6)
-
-
-def test_own_code_promotes_nothing():
-    params, state, _ = run_both(TWO_STEPS)
-    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-
-        @jit
-        def run(params, state, ids, grads):
-            caught, state = MOMENTUM.catch_up(params, state, {"table": ids})
-            flushed, state = MOMENTUM.flush(caught, state)
-            return MOMENTUM.update(grads, state, flushed)
-
-        updates, state = run(params, state, jnp.array([3]), gradient([3, 4]))
-    assert state.last_updates[0].dtype == jnp.float32 and int(state.stale) == 0
-    assert updates["table"].capacity == 5
 
 
 @pytest.mark.slow
