@@ -21,6 +21,7 @@ import numpy as np
 from flax import linen, nnx
 from hypothesis import strategies as st
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import sparsejax as sj
 from fuzz_modes import MODES, SECOND, Case, check as check_gradient, precisely, total_of
@@ -268,8 +269,29 @@ def _by_row(t, x):
     return x.astype(t.dtype).reshape(-1, *[1] * (t.ndim - 1))
 
 
+# Rules that are not the derivative, of functions of the rows.
+square_with_vjp = jax.custom_vjp(lambda rows: rows * rows)
+square_with_vjp.defvjp(
+    lambda rows: (square_with_vjp(rows), rows), lambda rows, ct: (3 * rows * ct,)
+)
+square_with_jvp = jax.custom_jvp(lambda rows: rows * rows)
+square_with_jvp.defjvps(lambda moved, out, rows: 3 * moved * rows)
+
 VIEWS = {
     "doubled": lambda t: 2 * t,
+    "negative": jnp.negative,
+    "absolute": jnp.abs,
+    "sine": jnp.sin,
+    "square": jnp.square,
+    "cube": lambda t: t**3,
+    "power": lambda t: 1.5 ** jnp.tanh(t),
+    "quotient": lambda t: t / 3 - 1,
+    "clipped": lambda t: jnp.clip(t, -0.5, 0.5),
+    "relu": jax.nn.relu,
+    "copied": jnp.array,
+    "checkpoint_name": lambda t: checkpoint_name(t, "t"),
+    "square_with_vjp": square_with_vjp,
+    "square_with_jvp": square_with_jvp,
     "doubled_by_rule": DOUBLED.bind,
     "tanh": jnp.tanh,
     "as_float32": lambda t: t.astype(jnp.float32),
@@ -306,7 +328,7 @@ VIEWS = {
 }
 
 
-# Rules that are not the derivative: what reads the table, and functions of the rows.
+# Rules that are not the derivative, of a function that reads the table.
 
 
 def _custom_vjp(f, t, ids):
@@ -333,12 +355,6 @@ def _custom_jvp(f, t, ids):
     return g(t, ids)
 
 
-square_with_vjp = jax.custom_vjp(lambda rows: rows * rows)
-square_with_vjp.defvjp(
-    lambda rows: (square_with_vjp(rows), rows), lambda rows, ct: (3 * rows * ct,)
-)
-square_with_jvp = jax.custom_jvp(lambda rows: rows * rows)
-square_with_jvp.defjvps(lambda moved, out, rows: 3 * moved * rows)
 _sine_with_gradient = jax.custom_gradient(
     lambda rows: (jnp.sin(rows), lambda ct: 3 * ct)
 )

@@ -1,7 +1,7 @@
 """Shared by the fuzzers: how a gradient is taken, and how results are compared.
 
-A case of `fuzz_programs`, `fuzz_models` or `fuzz_products` is a loss of parameters and
-a batch. `check` takes its gradient by sparsejax and by JAX, in one of `MODES`.
+A case of `fuzz_programs` or `fuzz_models` is a loss of parameters and a batch. `check`
+takes its gradient by sparsejax and by JAX, in one of `MODES`.
 """
 
 import contextlib

@@ -4,7 +4,8 @@ A program is data: a tuple of steps `(name, i, j, k)` or `(name, i, j, k, body)`
 takes its operands from the values so far, chosen by i, j and k among those that fit (0
 is the latest), and appends its results. A step for which nothing fits does nothing. So
 every tuple is a program, hypothesis can make any shorter, and a failure is a line that
-can be kept as a named case: `tests/transform/test_fuzz.py` has them.
+can be kept as a named case: `tests/transform/test_fuzz.py` has them. Views, reads and
+most wrappers are those of `fuzz_models`.
 
 `check` runs a program by sparsejax and by JAX, in float64: what `jax.grad` accepts is
 accepted, and the gradients are equal.
@@ -19,12 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
-import sparsejax as sj
-from fuzz_models import square_with_jvp, square_with_vjp
+import fuzz_models
+from fuzz_models import VIEWS, WRAPPERS
 from fuzz_modes import MODES, SECOND, Case, check as check_gradient, precisely
-from helpers import to_dense
 
 
 # The heights, and the parts of V as a stack of K tables, are lengths of nothing else.
@@ -66,7 +65,7 @@ class Env:
         return self.values[self.old :]
 
 
-is_big = lambda x: bool({V, W, L} & set(x.shape))
+is_big = lambda x: L in x.shape or max(x.shape, default=0) > 20
 has_rank = lambda *ranks: lambda x: x.ndim in ranks
 axis_of = lambda x, k: k % x.ndim
 
@@ -85,33 +84,10 @@ step = lambda fun: STEPS.setdefault(fun.__name__, fun)
 block = lambda fun: BLOCKS.setdefault(fun.__name__, fun)
 
 
-UNARY = (
-    jnp.sin,
-    jnp.tanh,
-    jnp.negative,
-    jnp.square,
-    jnp.abs,
-    lambda x: 3.0 * x,
-    lambda x: x**3,
-    lambda x: 1.5 ** jnp.tanh(x),
-    lambda x: jnp.clip(x, -0.5, 0.5),
-    lambda x: x / 3.0 - 1.0,
-    lambda x: x.astype(jnp.float32),
-    lambda x: x.astype(jnp.float32).astype(jnp.float64),
-    lambda x: x.copy(),
-    jnp.array,
-    lax.stop_gradient,
-    lax.optimization_barrier,
-    lambda x: checkpoint_name(x, "x"),
-    jax.nn.relu,
-    square_with_jvp,
-    square_with_vjp,
-)
-
-
 @step
-def unary(env, i, j, k):
-    return UNARY[j % len(UNARY)](env.pick(i))
+def view(env, i, j, k):
+    x = env.pick(i, has_rank(1, 2, 3))
+    return [*VIEWS.values()][j % len(VIEWS)](x)
 
 
 @step
@@ -119,19 +95,15 @@ def shape(env, i, j, k):
     x = env.pick(i, has_rank(1, 2, 3))
     a = axis_of(x, k)
     return (
-        lambda: x.T,
-        lambda: x[None],
         lambda: jnp.expand_dims(x, a + 1),
-        lambda: jnp.squeeze(x),
         lambda: jnp.swapaxes(x, 0, a),
         lambda: x.reshape(*x.shape[:a], *x.shape[a:][::-1]),
         lambda: x.reshape(*x.shape[:a], -1),
-        lambda: jnp.broadcast_to(x, (B, *x.shape)),
         lambda: jnp.broadcast_to(jnp.expand_dims(x, a), _with(x.shape, a, B)),
         lambda: jnp.flip(x, a),
         lambda: lax.slice_in_dim(x, 0, min(2, x.shape[a]), axis=a),
         lambda: jnp.concatenate([x, x], a),
-    )[j % 12]()
+    )[j % 8]()
 
 
 @step
@@ -209,6 +181,7 @@ def matmul(env, i, j, k):
     return x @ y
 
 
+# Along the axis a; then those of models, along the first.
 READS = (
     lambda x, ids, a: x[(slice(None),) * a + (ids,)],
     lambda x, ids, a: jnp.take(x, ids, axis=a, mode="clip"),
@@ -221,17 +194,8 @@ READS = (
     ),
     lambda x, ids, a: lax.dynamic_index_in_dim(x, ids.ravel()[0], a),
     lambda x, ids, a: lax.slice_in_dim(x, 0, min(5, x.shape[a]), 2, axis=a),
-    lambda x, ids, a: x.at[ids].get(mode="promise_in_bounds"),
-    lambda x, ids, a: x.at[ids].get(mode="fill", fill_value=0.25),
-    lambda x, ids, a: x.at[ids].get(mode="drop", wrap_negative_indices=False),
     lambda x, ids, a: jax.vmap(lambda i: jnp.take(x, i, axis=a, mode="clip"))(ids),
-    lambda x, ids, a: jax.vmap(lambda i: x[i], out_axes=-1)(ids),
-    lambda x, ids, a: sj.lookup(x, ids, mode="zero"),
-    lambda x, ids, a: sj.lookup(x, ids, mode="clip"),
-    lambda x, ids, a: sj.lookup(x, ids, mode="zero", padding_id=3, max_norm=1.0),
-    lambda x, ids, a: sj.embedding_bag(x, ids.reshape(1, -1), mode="zero"),
-    lambda x, ids, a: x[ids, ..., 0] if x.ndim > 1 else x[ids],
-    lambda x, ids, a: x[..., None, :][ids] if x.ndim > 1 else x[ids],
+    *(lambda x, ids, a, f=f: f(x, ids) for f in fuzz_models.READS.values()),
 )
 
 
@@ -327,13 +291,6 @@ def cond(env, i, j, k, body):
 
 
 @block
-def switch(env, i, j, k, body):
-    branch = lambda part: lambda: summary(run(env.child(), part))
-    branches = [branch(body), branch(()), branch(body[::-1])]
-    return lax.switch(env.ids[j % 2] % 3, branches)
-
-
-@block
 def scan(env, i, j, k, body):
     x = env.pick(i)
 
@@ -364,17 +321,6 @@ def scan_over(env, i, j, k, body):
     return [h, ys]
 
 
-@block
-def vmap_ids(env, i, j, k, body):
-    ids = jnp.stack([env.ids, env.ids[::-1]])
-    far = jnp.stack([env.far, env.far - 3])
-
-    def one(ids, far):
-        return _results(run(env.child(ids=ids, far=far), body), k, env.pick(i))
-
-    return jax.vmap(one, out_axes=(0, -1)[j % 2])(ids, far)
-
-
 def _vmap_over(size, ids, passed):
     """A block that maps over an axis of that size, and in turn over ids too."""
 
@@ -400,14 +346,14 @@ BLOCKS["vmap_stack"] = _vmap_over(
 
 
 @block
-def inner_gradient(env, i, j, k, body):
-    x = env.pick(i)
-    loss = lambda x: summary(run(env.child(x), body))
-    if j % 3 == 0:
-        return jax.grad(loss)(x)
-    if j % 3 == 1:
-        return to_dense(sj.grad(loss)(x))
-    return jax.jvp(loss, (x,), (jnp.ones_like(x),))[1]
+def wrapped(env, i, j, k, body):
+    """The body as a function of one value, in a wrapper of models."""
+
+    def f(x, ids):
+        ids = ids.reshape(-1)
+        return run(Env([x], ids, 20 * ids - 7, 0), body).values[-1]
+
+    return [*WRAPPERS.values()][j % len(WRAPPERS)](f, env.pick(i), env.ids)
 
 
 # -- programs --------------------------------------------------------------------------
@@ -477,7 +423,7 @@ def check(program, how="eager"):
 _small = st.integers(0, 60)
 # Most steps should work on the latest value.
 _which = st.one_of(st.just(0), st.integers(0, 8))
-_names = sorted(STEPS) + ["read", "read", "lookup_rows", "binary", "unary"]
+_names = sorted(STEPS) + ["read", "read", "lookup_rows", "binary", "view"]
 
 
 def _plain():
@@ -486,7 +432,9 @@ def _plain():
 
 def _with_body(body):
     bodies = st.lists(st.one_of(_plain(), body), min_size=1, max_size=3).map(tuple)
-    return st.tuples(st.sampled_from(sorted(BLOCKS)), _which, _small, _small, bodies)
+    return st.tuples(
+        st.sampled_from([*sorted(BLOCKS), "wrapped"]), _which, _small, _small, bodies
+    )
 
 
 _steps = st.one_of(_plain(), _with_body(_with_body(_plain())), _with_body(_plain()))

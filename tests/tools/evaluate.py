@@ -102,38 +102,17 @@ RULES = {
 
 # -- operations ------------------------------------------------------------------------
 
+# Names of operations, those that NumPy calls otherwise with its name.
+_NAMES = """
+    abs add add_any:add and:bitwise_and atan2:arctan2 copy:asarray cos eq:equal exp
+    ge:greater_equal gt:greater is_finite:isfinite le:less_equal log lt:less max:maximum
+    min:minimum mul:multiply name:asarray ne:not_equal neg:negative not:invert
+    or:bitwise_or sign sin sqrt square sub:subtract tanh
+""".split()
 ELEMENTWISE = {
-    "abs": np.abs,
-    "add": np.add,
-    "add_any": np.add,
-    "and": lambda x, y: x & y,
-    "atan2": np.arctan2,
-    "copy": lambda x: x,
-    "cos": np.cos,
+    **{x.partition(":")[0]: getattr(np, x.rpartition(":")[2]) for x in _NAMES},
     "div": lambda x, y: np.trunc(x / y) if x.dtype.kind in "iu" else x / y,
-    "eq": np.equal,
-    "exp": np.exp,
-    "ge": np.greater_equal,
-    "gt": np.greater,
-    "is_finite": np.isfinite,
-    "le": np.less_equal,
-    "log": np.log,
-    "lt": np.less,
-    "max": np.maximum,
-    "min": np.minimum,
-    "mul": np.multiply,
-    "name": lambda x: x,
-    "ne": np.not_equal,
-    "neg": np.negative,
-    "not": np.invert,
-    "or": lambda x, y: x | y,
     "select_n": lambda which, *cases: np.choose(which.astype(np.int32), cases),
-    "sign": np.sign,
-    "sin": np.sin,
-    "sqrt": np.sqrt,
-    "square": np.square,
-    "sub": np.subtract,
-    "tanh": np.tanh,
 }
 
 
