@@ -1,11 +1,13 @@
 """Training with the tables of a store, and the same with the tables on the device."""
 
+import threading
 from typing import Any
 
 import jax
 import optax
 
 import sparsejax as sj
+from sparsejax.store import _in_flight
 
 
 def train_in_memory(loss, params, tx, batches, tables=None) -> Any:
@@ -34,3 +36,8 @@ def run_steps(step, params, state, batches, depth: Any = None) -> Any:
         params, state, value = step(params, state, batch, rows)
         losses.append(value)
     return losses, params, state
+
+
+def workers():
+    """The threads of stores that run."""
+    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]

@@ -1,7 +1,6 @@
 """CachedTable: training has the bits of the whole table on the device."""
 
 import shutil
-import threading
 from typing import Any
 
 import jax
@@ -13,8 +12,8 @@ import pytest
 import sparsejax as sj
 from helpers import assert_in_place, assert_same_bits, assert_trees_close
 from optimizers import SEPARABLE
-from oracle import run_steps, train_in_memory
-from sparsejax.store import _in_flight, _staging
+from oracle import run_steps, train_in_memory, workers
+from sparsejax.store import _staging
 from sparsejax.store._tree_tables import CachedRows
 
 
@@ -115,10 +114,6 @@ def late_reads(cache):
 
     rows._read_late = read_late
     return numbers
-
-
-def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
 # ------------------------------------------------------------------ equal bits

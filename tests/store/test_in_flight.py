@@ -1,7 +1,6 @@
 """KVStore.prefetch: the bits of pulling each batch when it is used."""
 
 import gc
-import threading
 import time
 
 import jax
@@ -12,7 +11,7 @@ import pytest
 
 import sparsejax as sj
 from helpers import assert_same_bits, run_python
-from sparsejax.store import _in_flight
+from oracle import workers
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -36,10 +35,6 @@ def new_store(tables=("a",)):
 @jax.jit
 def gradient(rows):
     return rows.map(lambda v: jnp.sin(v * 3) + 0.1)
-
-
-def workers():
-    return [t for t in threading.enumerate() if t.name.startswith(_in_flight._THREAD)]
 
 
 def schedule(rng, tables):
@@ -104,25 +99,18 @@ def test_rows_are_read_while_the_step_runs():
 
 
 def test_push_does_not_wait_for_the_device():
-    store = new_store()
-    ahead = store.prefetch([np.array([1, 2]), np.array([2, 3])], lambda ids: ids)
+    """Nor does a loop inside of the loop, which pushes nothing."""
+    store, start = new_store(), new_store().pull_all("a")
+    ahead = store.prefetch([[1, 2], [2, 3]], np.array)
     _, rows = next(ahead)
-    start = store.pull_all("a")
+    for _, seen in store.prefetch([[1, 2], [2, 3]], np.array, depth=2):
+        assert seen.capacity == 8
     with store.engine.queue._working:  # the worker stands still
         store.push("a", gradient(rows))
+    assert_same_bits(store.pull("a", [2]).values[0], store.pull_all("a")[2])
     _, rows = next(ahead)
     assert (np.asarray(rows.values[0]) != start[2]).all()
     ahead.close()
-
-
-def test_evaluation_inside_of_training():
-    store = new_store()
-    batches = [np.array([1, 2]), np.array([2, 3])]
-    for _, rows in store.prefetch(batches, lambda ids: ids):
-        for _, seen in store.prefetch(batches, lambda ids: ids, depth=2):
-            assert seen.capacity == 8  # a step that pushes nothing
-        store.push("a", gradient(rows))
-        assert_same_bits(store.pull("a", [2]).values[0], store.pull_all("a")[2])
     assert not workers()
 
 
@@ -145,16 +133,20 @@ def test_stopping_early_ends_the_thread():
     del unused
 
 
-def test_loading_inside_of_a_loop(tmp_path):
+def test_other_changes_inside_of_a_loop(tmp_path):
+    """A batch that was read ahead has the rows that were loaded or assigned since."""
     store = new_store()
     store.save(tmp_path / "first")
     start = store.pull_all("a")
-    ahead = store.prefetch([[1, 2], [1, 2, 3]], np.array)
+    ahead = store.prefetch([[1, 2], [1, 2, 3], [2, 3]], np.array)
     _, rows = next(ahead)
     store.push("a", gradient(rows))
     store.load(tmp_path / "first")
     _, rows = next(ahead)
     assert_same_bits(rows.values[:3], start[1:4])
+    store.assign("a", sj.SelectedRows([3, 2], jnp.ones((2, D)), V))
+    _, rows = next(ahead)
+    assert (rows.values[:2] == 1).all()
     ahead.close()
 
 

@@ -141,9 +141,11 @@ def test_steps_of_any_size(first):
 
 def test_a_row_that_was_used_without_a_key_starts_anew():
     store = store_of(8, optax.sgd(1.0))
-    store.push("t", sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8))
+    grad: Any = sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8)
+    store.push("t", grad)
     assert insert(store, np.arange(8), 0)[0] == list(range(8))
     assert (store.pull_all("t") == 1).all()
+    store.push("t", grad)
     assert insert(store, [8], 1) == ([0], [0])  # and one whose key was evicted
     pulled = store.pull("t", [8, 0], mode="drop", capacity=2)
     read = sj.lookup(pulled, jnp.array([8, 0]), mode="zero")

@@ -16,6 +16,8 @@ from sparsejax.store import _processes, _snapshot
 
 
 HEIGHT = 7
+# Its state is the sum of the gradients, which do not move the weights.
+TX = optax.sgd(0.0, momentum=1.0)
 
 
 class Killed(BaseException):
@@ -32,8 +34,7 @@ class Host:
         self.store = sj.store.KVStore()
         processes = _processes.Processes(process, 2, self._gather)
         self.store.engine.processes = processes
-        # The sum of the gradients is its state, and does not move the weights.
-        self.store.init("t", (HEIGHT, 2), optax.sgd(0.0, momentum=1.0))
+        self.store.init("t", (HEIGHT, 2), TX)
 
     def step(self):
         """One step; the process may die before it."""

@@ -333,16 +333,6 @@ def test_assigned_rows_are_read():
         assert_same_bits(before, after)
 
 
-def test_assigned_rows_reach_a_batch_under_way():
-    store = store_of((V, D), optax.sgd(1.0))
-    ahead = store.prefetch([[1], [2, 3]], np.array)
-    next(ahead)
-    store.assign("t", sj.SelectedRows([3, 2], jnp.ones((2, D)), V))
-    _, rows = next(ahead)
-    assert (np.asarray(rows.values[:2]) == 1).all()
-    ahead.close()
-
-
 # ------------------------------------------------------------------ the first touch
 
 
