@@ -228,6 +228,12 @@ def branch_and_passed_on(table, w, ids):
 
 
 @sparse
+def behind_a_barrier(table, w, ids):
+    table, w = lax.optimization_barrier((table, w))
+    return _loss(table[ids], w)
+
+
+@sparse
 def while_beside(table, w, ids):
     k, _ = lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + jnp.sum(c[1])), (0, table)
