@@ -3,18 +3,15 @@
 import json
 import pickle
 import sys
-from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 import scipy.sparse
 from hypothesis import given, strategies as st
 
 import sparsejax as sj
 from helpers import count_traces
-from sparsejax.data import _capacity
 
 
 def _rows(n, longest=6, seed=0):
@@ -129,14 +126,6 @@ def test_items_of_a_sequence_become_columns():
     assert next(iter(sj.data.DataLoader(lists, 2))).to_lists() == [[1, 2], [3]]
 
 
-def test_a_memory_map_is_read_by_rows(tmp_path):
-    path = tmp_path / "x.npy"
-    np.save(path, np.arange(12, dtype=np.float32).reshape(6, 2))
-    dataset = sj.data.ArrayDataset(np.load(path, mmap_mode="r"))
-    batches = list(sj.data.DataLoader(dataset, 3))
-    np.testing.assert_array_equal(np.concatenate(batches), np.load(path))
-
-
 def test_batches_on_a_device():
     device = jax.devices()[1]
     ids, number = next(iter(_numbered(4, batch_size=2, device=device)))
@@ -181,22 +170,6 @@ def test_auto_holds_for_every_order():
         assert (loader.capacity < total) == is_less
     ordered = sj.data.DataLoader(sj.data.ArrayDataset([[1] * k for k in range(9)]), 4)
     assert ordered.capacity == 4 + 5 + 6 + 7 and "largest batch" in repr(ordered)
-
-
-@given(
-    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12),
-    batch_size=st.integers(1, 5),
-    risk=st.sampled_from([0.3, 0.05, 1e-3]),
-)
-def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
-    """Compared with sums with replacement, whose tail is larger."""
-    lengths = np.array(lengths)
-    share = np.bincount(lengths) / len(lengths)
-    total = np.ones(1)
-    for _ in range(batch_size):
-        total = np.convolve(total, share)
-    bound = _capacity.tail_bound(lengths, batch_size, risk)
-    assert total[bound + 1 :].sum() <= risk + 1e-12
 
 
 def test_too_small_a_capacity_is_named():
@@ -271,10 +244,12 @@ def test_shards_are_disjoint_and_cover(n, count, shuffle):
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_saved_place_resumes_exactly(num_workers):
-    options = dict(batch_size=4, shuffle=True, seed=5, mask=True)
-    whole = _numbered(22, num_workers=num_workers, **options)
+    make = lambda workers=0: _numbered(
+        22, batch_size=4, shuffle=True, seed=5, mask=True, num_workers=workers
+    )
+    whole = make()
     expected = [_seen(whole) for _ in range(3)]
-    loader = _numbered(22, num_workers=num_workers, **options)
+    loader = make(num_workers)
     seen = _seen(loader)  # epoch 0
     batches = iter(loader)
     seen += _seen(next(batches) for _ in range(3))
@@ -282,12 +257,12 @@ def test_a_saved_place_resumes_exactly(num_workers):
     assert state == batches.get_state() and state["epoch"] == 1 and state["batch"] == 3
 
     for other in (0, 1):  # with any number of workers
-        again = _numbered(22, num_workers=other, **options)
+        again = make(other)
         again.set_state(state)
         rest = _seen(again)
         assert seen + rest == expected[0] + expected[1]
         assert _seen(again) == expected[2]
-    iterator = iter(_numbered(22, **options))
+    iterator = iter(make())
     iterator.set_state(state)
     assert _seen(iterator) == rest
     # The state at the end of an epoch is the beginning of the next one.
@@ -316,40 +291,3 @@ def test_without_grain(monkeypatch):
     ):
         with pytest.raises(ImportError, match="grain"):
             call()
-
-
-# ------------------------------------------------------------------ a whole data set
-
-
-@pytest.mark.slow
-def test_mushrooms_are_told_apart(shared_data):
-    """libsvm files to a model of CSR rows, which FTRL makes sparse."""
-    load = pytest.importorskip("sklearn.datasets").load_svmlight_file
-    path = str(shared_data / "agaricus" / "agaricus.txt")
-    options: Any = {"zero_based": False, "dtype": np.float32, "n_features": 126}
-    rows, labels = load(f"{path}.train", **options)
-    test, test_labels = load(f"{path}.test", **options)
-    assert rows.shape == (6513, 126) and test.shape == (1611, 126)
-    layer = sj.nn.Dense(1, 126, kernel_init=jax.nn.initializers.zeros)
-    tx = sj.optim.lazy(sj.optim.ftrl(20.0, l1=1.0))
-    params = layer.init(jax.random.key(0))
-    state = tx.init(params)
-
-    def loss(params, x, y):
-        scores = layer(params, x)[:, 0]
-        return optax.sigmoid_binary_cross_entropy(scores, y).mean()
-
-    @jax.jit
-    def step(params, state, x, y):
-        updates, state = tx.update(sj.grad(loss)(params, x, y), state, params)
-        return optax.apply_updates(params, updates), state
-
-    dataset = sj.data.ArrayDataset(rows, labels.astype(np.float32))
-    loader = sj.data.DataLoader(dataset, 64, shuffle=True, drop_remainder=True)
-    for _ in range(10):
-        for x, y in loader:
-            params, state = step(params, state, x, y)
-    found = np.asarray(layer(params, test))[:, 0] > 0
-    np.testing.assert_array_equal(found, test_labels > 0.5)
-    assert float(loss(params, test, test_labels.astype(np.float32))) < 0.01
-    assert np.mean(np.asarray(params["kernel"]) == 0.0) > 0.75

@@ -2,7 +2,6 @@
 
 import gc
 import importlib.util
-import inspect
 import re
 import runpy
 from typing import Any
@@ -18,13 +17,11 @@ import sparsejax as sj
 
 
 PAGES = sorted(pages.DOCS.rglob("*.md"))
-PACKAGES = "cpu data desc extend losses nn optim parallel store viz".split()
 # Other tests run these pages.
 TESTED_ELSEWHERE = {
     "data.md",
     "graphs.md",
     "pretrained_vectors.md",
-    "exchange.md",
     "tensorflow.md",
     "torch.md",
 }
@@ -146,42 +143,6 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
         np.savetxt(f"{name}.txt", kept, "%d", delimiter="\t")
     found = pages.run_page(pages.DOCS / "howto" / "graphs.md")
     assert found["mrr"] > 0.6
-    # The server's answers are the best tails that are not known.
-    head, relation, _ = found["test"][0]
-    word = lambda column, row: found["vocabulary"].decode(column, [row])[0]
-    names, _ = found["answer"](word("head", head), word("relation", relation))
-    params, train = found["params"], found["train"]
-    scores = np.array(
-        params["entity"] @ (params["entity"][head] * params["relation"][relation])
-    )
-    scores[[0, *train[(train[:, :2] == (head, relation)).all(1), 2]]] = -np.inf
-    assert list(names) == [word("head", row) for row in np.argsort(-scores)[:10]]
-
-
-def _public_names():
-    """The public objects of the packages, by their names in the reference."""
-    packages = [sj, *(getattr(sj, name) for name in PACKAGES)]
-    return {
-        f"{package.__name__}.{name}": value
-        for package in packages
-        for name, value in vars(package).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
-        if getattr(value, "__module__", "").startswith("sparsejax.")
-    }
-
-
-def test_every_public_name_is_in_the_reference():
-    listed = set()
-    for page in (pages.DOCS / "reference").glob("*.md"):
-        module = None
-        for line in page.read_text().splitlines():
-            if found := re.match(r"\.\. (currentmodule|auto\w+):: (\S+)", line):
-                if found[1] == "currentmodule":
-                    module = found[2]
-                else:
-                    listed.add(f"{module}.{found[2]}")
-    public = _public_names().keys()
-    assert public <= listed, public - listed
 
 
 @pytest.mark.parametrize("folder", ["howto", "explain", "reference"])
@@ -197,19 +158,10 @@ def test_returns_are_not_cut_on_the_site():
     napoleon = pytest.importorskip("sphinx.ext.napoleon")
     conf = runpy.run_path(str(pages.DOCS / "conf.py"))
     config = napoleon.Config(napoleon_use_rtype=conf["napoleon_use_rtype"])
-    checked = 0
-    for name, value in _public_names().items():
-        members = vars(value).values() if inspect.isclass(value) else ()
-        for doc in map(inspect.getdoc, [value, *filter(callable, members)]):
-            lines = (doc or "").splitlines()
-            if "Returns:" not in lines:
-                continue
-            first = lines[lines.index("Returns:") + 1].strip()
-            conf["_returns_have_no_type"](None, None, None, None, None, lines)
-            made = napoleon.GoogleDocstring(lines, config).lines()
-            assert f":returns: {first}" in made, name
-            checked += ":" in first
-    assert checked > 9
+    lines = ["One.", "", "Returns:", "  The rows `[V:]`: those of `w`."]
+    conf["_returns_have_no_type"](None, None, None, None, None, lines)
+    made = napoleon.GoogleDocstring(lines, config).lines()
+    assert ":returns: The rows `[V:]`: those of `w`." in made
 
 
 def test_the_matrix_names_what_is_tested():

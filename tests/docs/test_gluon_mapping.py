@@ -17,7 +17,6 @@ from jax.experimental import checkify  # noqa: F401  (in gluon.txt)
 import sparsejax as sj
 from recorded import (
     Page,
-    a_store,
     assert_answers,
     assert_same_kind,
     dense,  # noqa: F401  (in gluon.txt)
@@ -139,11 +138,6 @@ def squares(out, batch):
     return jnp.sum(out**2) / 4  # Trainer.step(4) divides by 4
 
 
-def a_trainer(store=None):
-    block = sj.nn.SparseEmbedding(9, 2, name="items")
-    return sj.nn.Trainer(block, store or a_store(), squares, optax.sgd(1.0))
-
-
 def decayed_in_the_store():
     adagrad = optax.adagrad(0.1, initial_accumulator_value=0.0, eps=1e-7)
     tx = optax.chain(optax.add_decayed_weights(0.01), adagrad)
@@ -163,10 +157,6 @@ def idle_step():
     before = store.pull_all("w")
     sj.nn.Trainer(block, store, squares, optax.sgd(1.0)).step(jnp.array([1]))
     return store.pull_all("w") - before
-
-
-def never_read(name):
-    return np.setdiff1d(np.arange(9), np.concatenate(batches_of(name)))
 
 
 # ------------------------------------------------------------------ one array
@@ -252,105 +242,58 @@ def test_recorded_embedding(name):
 # ------------------------------------------------------------------ training
 
 
-def rule(name):
-    """The optimizer of a recorded run."""
-    params = named(name)["params"]
-    hyper = dict(params["hyper"])
-    lr = hyper.pop("learning_rate")
-    if params["optimizer"] == "ftrl":
-        return sj.optim.ftrl(lr, l1=hyper.get("lamda1", 0.01))
-    if params["optimizer"] == "adagrad":
-        return optax.adagrad(lr, initial_accumulator_value=0.0, eps=1e-7)
-    return {"adam": optax.adam, "sgd": optax.sgd}[params["optimizer"]](lr)
-
-
 def batches_of(name):
     is_ids = lambda x: isinstance(x, jax.Array)  # MXNet's ids are floats
     batches = by_name(name, *[f"x{i}" for i in range(5)])
     return [x.astype(jnp.int32) if is_ids(x) else x for x in batches]
 
 
-EMBEDDING, LINEAR = {"input_dim": 9, "output_dim": 3}, {"units": 2, "in_units": 7}
-
-
-def from_the_store(name, key, sizes):
-    given, tx, block = inputs(name), rule(name), run(key, **sizes)
-    store = make_store(tx, block.name, given["weight"])
-    trainer = run("gluon.Trainer", block=block, store=store, loss=squares, tx=tx)
-    if "bias" in given:
-        trainer.params = {"bias": given["bias"]}
-    for batch in batches_of(name):
-        loss = run("Trainer.step", trainer=trainer, batch=batch)
-        bias = {"bias": trainer.params["bias"]} if "bias" in given else {}
-        yield bias | {"weight": store.pull_all(block.name)}, loss
-
-
-def on_two_devices(name):
-    """Each device pulls its half of the batch; their gradients are one push."""
-    block = run("gluon.contrib.nn.SparseEmbedding", **EMBEDDING)
-    store = make_store(rule(name), block.name, inputs(name)["weight"])
-    loss = lambda tables, ids: squares(block(tables, {}, ids), ids)
-    grad = jax.jit(sj.value_and_grad(loss))
-    for batch in batches_of(name):
-        parts = [
-            grad(run("SparseBlock.pull", store=store, block=block, inputs=ids), ids)
-            for ids in batch.reshape(2, 2)
-        ]
-        losses, grads = zip(*[(loss, grads[block.name]) for loss, grads in parts])
-        run("KVStore.push(list)", store=store, name=block.name, grads=grads)
-        yield {"weight": store.pull_all(block.name)}, sum(map(float, losses))
-
-
-def on_the_device(name, lazily):
-    """An ordinary step, on the rows or on the dense gradient."""
-    tx, batches, is_linear = rule(name), batches_of(name), "bias" in inputs(name)
-    if is_linear:
-        layer, names = run("gluon.nn.Dense(csr)", **LINEAR), ("kernel", "bias")
-        batches = [sj.SegmentTensor.from_csr(x, capacity=12) for x in batches]
-    else:
-        layer = run("gluon.nn.Embedding(sparse_grad)", **EMBEDDING)
-        names = ("embedding",)
-    theirs = ("weight", "bias")[: len(names)]
-    params = dict(zip(names, by_name(name, *theirs)))
-    tables = {key: key != "bias" for key in names} if lazily else False
-    tx = sj.optim.lazy(tx) if lazily else tx
-
-    @jax.jit
-    def step(params, state, batch):
-        f = lambda p: squares(layer(p, batch), batch)
-        value, grads = sj.value_and_grad(f, tables=tables)(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state, steps = tx.init(params), []
-    for batch in batches:
-        params, state, value = step(params, state, batch)
-        steps.append((dict(zip(theirs, map(params.get, names))), value))
-    return steps
-
-
-TRAININGS = {
-    "gluon_sparse_embedding_adam": (from_the_store, "SparseEmbedding", EMBEDDING),
-    "gluon_row_sparse_linear_block_ftrl": (from_the_store, "SparseLinear", LINEAR),
-    "gluon_sparse_embedding_2ctx_adam": (on_two_devices,),
-    "gluon_embedding_sparse_grad_adagrad": (on_the_device, True),
-    "gluon_embedding_sparse_grad_ftrl": (on_the_device, False),  # a difference
-    "gluon_csr_dot_layer_sgd": (on_the_device, True),
-}
-
-
-@pytest.mark.parametrize("name", TRAININGS)
-def test_recorded_training(name):
-    """Parameters and losses after each step."""
-    make, *args = TRAININGS[name]
-    want, count = outputs(name), 0
-    for i, (params, loss) in enumerate(make(name, *args)):
+def assert_steps(name, steps):
+    """Compares parameters and losses after each step."""
+    want = outputs(name)
+    for i, (params, loss) in enumerate(steps):
         np.testing.assert_allclose(4 * loss, want["losses"][i], rtol=1e-4, atol=1e-6)
         for part, value in params.items():
             recorded = want[f"{part}_per_step"][i]
             np.testing.assert_allclose(value, recorded, rtol=1e-4, atol=1e-5)
-        count += 1
-    assert count == 5
+    assert i == 4
+
+
+def test_recorded_training_from_the_store():
+    name = "gluon_row_sparse_linear_block_ftrl"
+    weight, bias = by_name(name, "weight", "bias")
+    tx, block = sj.optim.ftrl(0.1, l1=0.1), run("SparseLinear", units=2, in_units=7)
+    store = make_store(tx, block.name, weight)
+    trainer = run("gluon.Trainer", block=block, store=store, loss=squares, tx=tx)
+    trainer.params = {"bias": bias}
+
+    def steps():
+        for batch in batches_of(name):
+            loss = run("Trainer.step", trainer=trainer, batch=batch)
+            yield trainer.params | {"weight": store.pull_all(block.name)}, loss
+
+    assert_steps(name, steps())
+
+
+def test_recorded_training_on_two_devices():
+    """Each device pulls its half of the batch; their gradients are one push."""
+    name = "gluon_sparse_embedding_2ctx_adam"
+    block = run("gluon.contrib.nn.SparseEmbedding", input_dim=9, output_dim=3)
+    store = make_store(optax.adam(0.1), block.name, inputs(name)["weight"])
+    loss = lambda tables, ids: squares(block(tables, {}, ids), ids)
+    grad = jax.jit(sj.value_and_grad(loss))
+
+    def steps():
+        for batch in batches_of(name):
+            parts = [
+                grad(run("SparseBlock.pull", store=store, block=block, inputs=ids), ids)
+                for ids in batch.reshape(2, 2)
+            ]
+            losses, grads = zip(*[(loss, grads[block.name]) for loss, grads in parts])
+            run("KVStore.push(list)", store=store, name=block.name, grads=grads)
+            yield {"weight": store.pull_all(block.name)}, sum(map(float, losses))
+
+    assert_steps(name, steps())
 
 
 # ------------------------------------------------------------------ the proposal

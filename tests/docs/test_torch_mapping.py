@@ -94,22 +94,15 @@ def test_max_norm():
     """Differences: `max_norm`, gradient under `max_norm`."""
     name = "nn.Embedding(max_norm)"
     weight, ids = PAGE.inputs(name).values()
-    (out, changed), cotangent = (
-        PAGE.outputs(name).values(),
-        PAGE.first(name, "cotangents"),
-    )
-    assert (changed != weight).any()
+    out, changed = PAGE.outputs(name).values()
     table = PAGE.run(name, weight=weight, input=ids, max_norm=1.0)
-    assert same(table, changed) and same(sj.lookup(table, ids), out)
-    loss = lambda w, **norm: jnp.sum(sj.lookup(w, ids, **norm) * cotangent)
-    theirs = jax.jit(jax.grad(loss))(table)
-    assert same(theirs, PAGE.first(name, "grads"))
+    assert same(table, changed) and (changed != weight).any()
+    assert same(sj.lookup(table, ids), out)
     assert same(sj.lookup(weight, ids, max_norm=1.0), out)
-    ours = jax.jit(jax.grad(functools.partial(loss, max_norm=1.0)))(weight)
-    long = np.linalg.norm(weight, axis=1) > 1
-    # A vector that is scaled to a length has no gradient along itself.
-    np.testing.assert_allclose(np.sum(ours * weight, axis=1)[long], 0, atol=1e-5)
-    assert np.abs(np.sum(theirs * weight, axis=1)[long]).max() > 0.1
+    # Theirs is the gradient at the changed rows.
+    cotangent = PAGE.first(name, "cotangents")
+    grad = jax.jit(jax.grad(lambda w: jnp.sum(sj.lookup(w, ids) * cotangent)))
+    assert same(grad(table), PAGE.first(name, "grads"))
 
 
 def test_ties():
@@ -128,15 +121,10 @@ def test_nested_softmax():
     """Difference: gradient of `torch.softmax(nested, dim=1)`, summed over columns."""
     name = "torch.softmax(nested, dim=1).values()"
     p, g = PAGE.first(name), PAGE.first(name, "cotangents")
-    over_columns = p * (g - np.sum(p * g, axis=1, keepdims=True))
-    assert same(PAGE.first(name, "grads"), over_columns)
+    theirs = p * (g - np.sum(p * g, axis=1, keepdims=True))
+    assert same(PAGE.first(name, "grads"), theirs)
     values, lengths = PAGE.inputs(name).values()
-    softmax = lambda x: PAGE.run(name, values=x, lengths=lengths)
-    assert same(softmax(values), p)
-    ids = np.repeat(np.arange(3), lengths)
-    sums = np.stack([np.sum((p * g)[ids == k], axis=0) for k in range(3)])
-    grad = jax.jit(jax.grad(lambda x: jnp.sum(softmax(x) * g)))(values)
-    assert same(grad, p * (g - sums[ids]))
+    assert same(PAGE.run(name, values=values, lengths=lengths), p)
 
 
 @pytest.mark.usefixtures("loose_promotion")

@@ -46,13 +46,6 @@ def test_clicks_are_predicted_and_served(tmp_path, capsys, monkeypatch):
     assert one == pytest.approx(float(clicks.load(tmp_path)(ids, numbers)[0]), rel=1e-3)
 
 
-def test_auc_is_the_share_of_pairs_in_order_and_half_of_the_ties():
-    rng = np.random.default_rng(0)
-    scores, labels = rng.integers(0, 9, 99), rng.integers(0, 2, 99)
-    order = np.sign(scores[labels == 1][:, None] - scores[labels == 0])
-    assert clicks.auc(scores, labels) == pytest.approx((1 + order.mean()) / 2)
-
-
 def test_gradients_are_those_of_jax_and_sparse():
     layer = sj.nn.EmbeddingCollection({"a": (300, 4), "b": (400, 4)})
     params = clicks.init(jax.random.key(0), layer, 9)

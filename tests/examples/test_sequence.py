@@ -67,10 +67,3 @@ def test_a_place_sees_the_items_before_it_and_no_padding(model):
     scores = np.array(rows[np.arange(3), [2, 5, 2]] @ model["items"].T)
     scores[:, 0] = -np.inf
     np.testing.assert_array_equal(best, np.argsort(-scores, axis=1)[:, :10])
-
-
-def test_a_file_that_cannot_be_used(tmp_path):
-    path = tmp_path / "short.csv"
-    path.write_text("user,item\n1,2\n1,3\n1,4\n")
-    with pytest.raises(SystemExit, match="no user has 4 items"):
-        sequence.main([str(path)])

@@ -35,14 +35,6 @@ def test_purchases_are_retrieved(tmp_path, shared_data, capsys):
     assert recall > 1.15 * popular
 
 
-def test_a_file_without_later_baskets_is_an_error(tmp_path, capsys):
-    path = tmp_path / "lines.csv"
-    path.write_text("user,item\n1,a\n2,b\n2,b\n3,c\n")
-    with pytest.raises(SystemExit):
-        two_towers.main([str(path), "--dim", "2"])
-    assert "no user of" in capsys.readouterr().err
-
-
 def test_a_history_ends_before_the_basket():
     users = np.array([1, 1, 2, 1, 2, 1])
     items = np.array([10, 11, 20, 12, 21, 13])

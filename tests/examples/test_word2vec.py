@@ -5,7 +5,6 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import sparsejax as sj
@@ -29,6 +28,7 @@ def topics_text(rng, sentences=3000):
 
 def test_words_of_a_topic_become_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(word2vec, "CHUNKS", 4)
+    monkeypatch.setattr(word2vec, "tqdm", None)  # as if it were not there
     path = tmp_path / "text.txt"
     path.write_text(topics_text(np.random.default_rng(0)))
     words, counts, tokens = word2vec.read_corpus(str(path), 5)
@@ -65,15 +65,6 @@ def test_main_prints_what_it_promises(tmp_path, capsys, monkeypatch, freed_pages
     assert re.search(r"A step on 3,000 rows: [\d.]+ ms, dense optax [\d.]+ ms", out)
 
 
-def test_it_runs_without_tqdm(monkeypatch):
-    monkeypatch.setattr(word2vec, "tqdm", None)
-    monkeypatch.setattr(word2vec, "CHUNKS", 1)
-    tx = sj.optim.lazy(optax.sgd(0.1))
-    tokens, counts = np.arange(200) % 20, np.full(20, 10)
-    _, losses, _, _ = word2vec.train(tokens, counts, 4, 0, tx, sj.value_and_grad)
-    assert len(losses) == 2  # of the first step and of the last one
-
-
 # ------------------------------------------------------------------ the text
 
 
@@ -104,13 +95,3 @@ def test_a_text_that_cannot_be_used(content, message, tmp_path):
     with pytest.raises(SystemExit, match=f"^word2vec: .*{message}") as error:
         word2vec.main(["--text", str(path)])
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("option", ["--seconds", "--dim", "--min-count"])
-def test_options_out_of_range(option, capsys):
-    for value in ("0", "-1"):
-        with pytest.raises(SystemExit, match="must be positive"):
-            word2vec.main([option, value])
-    with pytest.raises(SystemExit):
-        word2vec.main([option, "many"])
-    assert f"argument {option}: invalid" in capsys.readouterr().err

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 
+import pages
 import sparsejax as sj
 from helpers import run_python
 
@@ -205,6 +206,18 @@ def test_a_package_names_what_is_in_it():
             continue
         missing = {name for name in names if not re.search(rf"`{name}[`(]", doc)}
         assert not missing, f"the docstring of {module.__name__} misses {missing}"
+
+
+def test_every_public_name_is_in_the_reference():
+    listed = set()
+    for page in (pages.DOCS / "reference").glob("*.md"):
+        text, module = page.read_text(), None
+        for what, name in re.findall(r"^\.\. (\w+):: (\S+)", text, re.MULTILINE):
+            if what == "currentmodule":
+                module = name
+            elif what.startswith("auto"):
+                listed.add(f"{module}.{name}")
+    assert PUBLIC.keys() <= listed, PUBLIC.keys() - listed
 
 
 # ------------------------------------------------------------------ arguments
