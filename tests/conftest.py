@@ -25,7 +25,6 @@ import os
 import pathlib
 import re
 import sys
-import zlib
 
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -33,28 +32,24 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "KERAS_BACKEND": "jax",
-    # XLA's pool needs more threads than devices. A device waits for the others at a
-    # collective in a thread of its own, and may wait in two collectives at once.
+    # A device waits at a collective in a thread of XLA's pool, and may do so at two.
     "NPROC": "32",
     "JAX_COMPILATION_CACHE_DIR": str(_ROOT / ".jax_cache"),
     # Small programs too: most are small, and loading takes a third of compiling.
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    # JAX needs 4 ms to filter its own frames from each error that a test expects.
+    # It takes JAX 4 ms to filter its own frames from each error that a test expects.
     "JAX_TRACEBACK_FILTERING": "off",
-    # Operations are lowered without their frames, up to a hundred each by default.
     # `explain` finds its lines in jaxprs, not in lowered programs.
     "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
 }
-# Optimizing programs this small costs more than it saves, and so does compiling them in
-# threads.
+# To optimize programs this small, or compile them in threads, costs more than it saves.
 _XLA_FLAGS = {
     "--xla_force_host_platform_device_count": 8,
     "--xla_cpu_parallel_codegen_split_count": 1,
     "--xla_backend_optimization_level": 0,
     "--xla_llvm_disable_expensive_passes": 1,
 }
-# The newer emitters of fused loops take up to twice as long to compile. Other releases
-# do not know the flag, so they test the newer emitters.
+# The newer emitters of fused loops compile half as fast; other releases have no others.
 if importlib.metadata.version("jaxlib").startswith(("0.7.", "0.8.", "0.9.", "0.10.")):
     _XLA_FLAGS["--xla_cpu_use_fusion_emitters"] = 0
 
@@ -75,15 +70,13 @@ _MAX_PROGRAMS = 200_000
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
-# The first run of an example compiles, so time limits say nothing. Each example
-# has other shapes, which are other programs: so there are 40 of them, not 100.
+# An example may compile, so there is no time limit, and 40 of them are enough.
 hypothesis.settings.register_profile(
     "sparsejax", deadline=None, derandomize=True, max_examples=40
 )
 hypothesis.settings.load_profile("sparsejax")
 
-# JAX's modules are never collected; freeze them, so that collections while tracing are
-# quick.
+# JAX's modules are never collected; frozen, they do not slow collections while tracing.
 gc.freeze()
 gc.set_threshold(20_000, 20, 20)
 
@@ -111,8 +104,7 @@ def pytest_configure(config):
         if len(os.listdir(cache)) > _MAX_PROGRAMS:  # most belong to older code
             for file in cache.iterdir():
                 file.unlink(missing_ok=True)
-    # JAX does not write whole files to the cache that the processes share: a program
-    # that cannot be read is compiled. Not every program can be written.
+    # Processes share the cache: a program that is only half written is compiled.
     ignored = ["Error (reading|writing) persistent compilation cache"]
     if jax.__version_info__ < (0, 8):  # its checkify says it of itself
         ignored.append("Explicitly requested dtype int64 requested in ones")
@@ -134,7 +126,7 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
         kept.append(item)
     if config.getoption("quick"):
-        kept = _representatives(kept, 2 if _asks_for_the_window(config) else 3)
+        kept = _representatives(kept, 2 if _is_of_the_window(config) else 3)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
     slow = {item.path for item in kept if item.get_closest_marker("slow")}
@@ -159,7 +151,7 @@ def _representatives(items, most):
     return kept
 
 
-def _asks_for_the_window(config):
+def _is_of_the_window(config):
     return config.getoption("markexpr") == "window"
 
 
@@ -169,7 +161,7 @@ def pytest_ignore_collect(collection_path, config):
         return None
     text = collection_path.read_text()
     is_slow = re.search(r"^pytestmark = .*mark\.slow", text, re.MULTILINE)
-    left_out = _asks_for_the_window(config) and "mark.window" not in text
+    left_out = _is_of_the_window(config) and "mark.window" not in text
     left_out |= config.getoption("quick") and is_slow is not None
     return True if left_out else None
 
@@ -200,11 +192,7 @@ def eight_devices():
 
 @pytest.fixture
 def cpu_backend():
-    """Skips the test where it does not run on a CPU.
-
-    For tests of the program that XLA compiles for a CPU, and of a number's last bit:
-    a GPU adds a product without rounding it, and its quotients may be off by one bit.
-    """
+    """Skips the test elsewhere: it is of the program for a CPU, or of the last bit."""
     if jax.default_backend() != "cpu":
         pytest.skip("of a CPU's programs and bits")
 
@@ -217,11 +205,7 @@ def _traces_of_this_test():
 
 @pytest.fixture(autouse=True, scope="module")
 def _bounded_memory():
-    """Drops compiled programs once they fill a gigabyte: the tests make thousands.
-
-    Long before they are as many as the jitted functions that JAX's own cache holds,
-    8,192: from then on it forgets some, which tests count.
-    """
+    """Drops compiled programs before JAX, which keeps 8,192, forgets some of them."""
     yield
     if resident_bytes() > _MAX_BYTES:
         jax.clear_caches()
@@ -240,20 +224,6 @@ def resident_bytes():
     except OSError:  # another system
         return 0
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@pytest.fixture
-def getkey(request):
-    """A function that gives a new PRNG key at each call, the same ones every run."""
-    key = jax.random.key(zlib.crc32(request.node.nodeid.encode()) >> 1)
-    count = 0
-
-    def next_key():
-        nonlocal count
-        count += 1
-        return jax.random.fold_in(key, count)
-
-    return next_key
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import optax
 import pytest
 
 import sparsejax as sj
-from sparsejax import testing
 from sparsejax._rows import row_ids
 
 
@@ -140,13 +139,9 @@ def run_together(*command, directory, count=2, timeout=300):
 def slow_but(names, *quick):
     """Parameters of a test: all are marked slow but those that `make test` runs."""
     assert set(quick) <= set(names), set(quick) - set(names)
-    slow = pytest.mark.slow
-    return [
-        x
-        if x in quick
-        else pytest.param(*(x if isinstance(x, tuple) else (x,)), marks=slow)
-        for x in names
-    ]
+    values = lambda x: x if isinstance(x, tuple) else (x,)
+    slow = lambda x: pytest.param(*values(x), marks=pytest.mark.slow)
+    return [x if x in quick else slow(x) for x in names]
 
 
 # ------------------------------------------------------------------ rows
@@ -214,23 +209,6 @@ def make_rows(rows, height, row_shape=(3,), dtype=np.float32, seed=0, garbage=np
     return sj.SelectedRows(rows, jnp.asarray(values), height), values
 
 
-def assert_lazy_step(tx, dense_step, before, grads, found, rtol=1e-5):
-    """A lazy step is the dense step; rows that it does not read keep their bits.
-
-    Args:
-      tx: the transformation that is lifted.
-      dense_step: `(params, state, grads) -> (params, state)` by `tx`.
-      before, found: (params, state), before and after the lazy step.
-      grads: its gradients.
-      rtol: see `sparsejax.testing.assert_equals_dense`.
-    """
-    after = dense_step(*before, to_dense(grads))
-    leaves = jax.tree.leaves(grads, is_leaf=lambda x: isinstance(x, sj.SelectedRows))
-    unread = testing._unread(tx, before[0], leaves)
-    for what, *trees in zip(("params", "state"), found, after, before, unread):
-        testing._compare(0, rtol, 0.0, True, what, *trees)
-
-
 # ------------------------------------------------------------------ programs
 
 
@@ -247,21 +225,18 @@ def run_jitted(f, ids, *args):
     return jitted(f)(ids, *args)
 
 
-def sub_jaxprs(eqn):
+def _inner_jaxprs(eqn):
     """The jaxprs among an equation's parameters, open ones, on every JAX release."""
-    for leaf in jax.tree.leaves(
-        eqn.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    ):
-        leaf = getattr(leaf, "jaxpr", leaf)
-        if hasattr(leaf, "eqns"):
-            yield leaf
+    is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    found = jax.tree.leaves(eqn.params, is_leaf=is_jaxpr)
+    return [getattr(x, "jaxpr", x) for x in found if is_jaxpr(x)]
 
 
 def all_eqns(jaxpr):
     """Every equation of a jaxpr and of the jaxprs inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
-        for inner in sub_jaxprs(eqn):
+        for inner in _inner_jaxprs(eqn):
             yield from all_eqns(inner)
 
 
@@ -278,14 +253,13 @@ IN_PLACE = ("scatter", "scatter-add", "update_rows")
 def assert_no_dense(f, *args, allow=(), heights=None):
     """The program of `f(*args)` makes no array of a table's size.
 
-    An equation's output is of a table's size if one of its axes is a table's height,
-    or if it has as many elements as an argument with that number of rows. Choose a
-    height that is a prime and larger than all other sizes.
+    It has a table's height among its axes, or as many elements as an argument with that
+    number of rows. Choose a height that is a prime and larger than all other sizes.
 
     Args:
       f: traced by `jax.make_jaxpr`.
       *args: its arguments.
-      allow: names of primitives that may have such an output; see `IN_PLACE`.
+      allow: names of primitives that may make one; see `IN_PLACE`.
       heights: of the tables; by default the longest first axis among `args`.
     """
     if heights is None:
@@ -304,8 +278,8 @@ def assert_no_dense(f, *args, allow=(), heights=None):
         if eqn.primitive.name in allow:
             continue
         # The results of a call, a loop or a branch are checked in its inner jaxpr.
-        # Results that a loop or a map stacks have another shape: this checks them.
-        seen = {v.aval.shape for j in sub_jaxprs(eqn) for v in j.outvars}
+        # Those that a loop stacks have another shape.
+        seen = {v.aval.shape for j in _inner_jaxprs(eqn) for v in j.outvars}
         for var in eqn.outvars:
             shape = getattr(var.aval, "shape", ())
             assert not is_dense(shape) or shape in seen, (
@@ -327,11 +301,8 @@ def compile_as_users_do(lowered) -> Any:
 def compile_step(loss, tx, shapes, *batch) -> Any:
     """A donated training step of float32 parameters, compiled as users do.
 
-    Args:
-      loss: `loss(params, *batch)`.
-      tx: takes the sparse gradients.
-      shapes: of the parameters, by name.
-      *batch: the shapes of ids, or other abstract arrays.
+    `loss(params, *batch)` takes parameters of these `shapes` by name; `batch` are the
+    shapes of ids, or other abstract arrays.
     """
     like = jax.ShapeDtypeStruct
     params = {name: like(shape, jnp.float32) for name, shape in shapes.items()}
@@ -349,10 +320,7 @@ def compile_step(loss, tx, shapes, *batch) -> Any:
 
 
 def assert_in_place(f, *args, donate=0):
-    """Compiled, `f` makes no second array of argument `donate`'s shape.
-
-    All that has that shape is the argument and, in place, the result.
-    """
+    """Compiled, `f` has no array of argument `donate`'s shape but it and the result."""
     table = args[donate]
     compiled = compile_as_users_do(jax.jit(f, donate_argnums=donate).lower(*args))
     assert_written_in_place(compiled, [table], table.nbytes)
@@ -361,10 +329,7 @@ def assert_in_place(f, *args, donate=0):
 def assert_written_in_place(compiled, arrays, temporaries):
     """A compiled program writes the arrays in place: donated, and not copied.
 
-    Args:
-      compiled: the program, see `compile_as_users_do`.
-      arrays: arrays or their types.
-      temporaries: all of its temporaries have fewer bytes.
+    All of its temporaries have fewer than `temporaries` bytes.
     """
     memory, text = compiled.memory_analysis(), compiled.as_text()
     num_bytes = sum(np.dtype(x.dtype).itemsize * x.size for x in arrays)
@@ -386,10 +351,7 @@ def assert_no_copies(text, array):
 
 
 class count_traces:  # lower case: it is called like a function
-    """`f` with `.count`, the number of its Python calls: under jit, one a trace.
-
-    If the number must be one, `chex.assert_max_traces` names the second call.
-    """
+    """`f` with `.count`, the number of its Python calls: under jit, one a trace."""
 
     def __init__(self, f):
         self.f = f

@@ -132,14 +132,14 @@ def test_meshes_of_two_axes_explicit_axes_and_columns(tmp_path):
 # ------------------------------------------------------------------ other leaves
 
 
-def test_what_a_tree_may_hold(tmp_path, getkey):
+def test_what_a_tree_may_hold(tmp_path):
     rows = sj.SelectedRows(jnp.array([2, 9]), jnp.ones((2, 3)), height=9)
     empty = sj.SelectedRows(jnp.zeros(0, jnp.int32), jnp.zeros((0, 3)), height=9)
     tree = {
         "rows": rows,
         "empty": empty,
         "segments": sj.SegmentTensor.from_lists([[1, 2], [], [3]]),
-        "key": getkey(),
+        "key": jax.random.key(1),
         "rbg": jax.random.split(jax.random.key(1, impl="rbg"), 3),
         "optimizer": optax.chain(optax.clip(1.0), optax.adam(0.1)).init(jnp.ones(3)),
         "split": place(mesh_of(4), jnp.arange(8), "x"),
