@@ -1,7 +1,6 @@
 """exact(tx) on the rows that are read equals tx on dense gradients."""
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -507,24 +506,19 @@ READ = [[0, 1], [1], [1, 2], [1], [1, 3], [1], [1, 2], [1, 4], [1], [1, 2], [1],
 READ = [np.array([*rows, H][:2]) for rows in READ]  # of one shape
 
 
-class Gated(NamedTuple):
-    moment: Any
-    gate: Any
-
-
 def gated(first, after, is_open):
     """Momentum with a part of the state that decides when it moves the weights."""
 
     def init(params):
-        return Gated(optax.tree.zeros_like(params), jnp.asarray(first))
+        return {"moment": optax.tree.zeros_like(params), "gate": jnp.asarray(first)}
 
     def update(updates, state, params=None):
         del params
-        moment = jax.tree.map(lambda m, g: 0.5 * m + g, state.moment, updates)
-        moves = is_open(state.gate)
-        step = lambda m, g: -0.1 * (g + jnp.where(moves, m, 0.0))
+        gate = state["gate"]
+        moment = jax.tree.map(lambda m, g: 0.5 * m + g, state["moment"], updates)
+        step = lambda m, g: -0.1 * (g + jnp.where(is_open(gate), m, 0.0))
         updates = jax.tree.map(step, moment, updates)
-        return updates, Gated(moment, after(state.gate))
+        return updates, {"moment": moment, "gate": after(gate)}
 
     return optax.GradientTransformation(init, update)
 

@@ -111,7 +111,7 @@ class NnxOptimizer:
 class NnxState(NnxOptimizer):
     """flax.nnx with optax's own calls."""
 
-    state: Any = None
+    state = None
 
     def _start(self, tx):
         self.tx, self.state = tx, tx.init(self.params)

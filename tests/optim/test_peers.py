@@ -41,7 +41,7 @@ class Rule(NamedTuple):
 
     tx: Any
     states: dict[str, str] = {}  # the peer's name -> ours
-    count: int = 0  # the steps before the first
+    taken: int = 0  # steps before the first
 
 
 # ------------------------------------------------------------------ the table
@@ -201,7 +201,7 @@ def test_as_recorded(name):
     rule, run = _rule(case["system"], case["op"], hyper, dense)
     assert set(case["states"]) == set(rule.states)
     weights = jnp.asarray(data["weights0"])
-    state = _set_count(rule.tx.init(weights), rule.count)
+    state = _set_count(rule.tx.init(weights), rule.taken)
     for theirs, ours in rule.states.items():
         if f"{theirs}0" in data:
             start = jnp.asarray(data[f"{theirs}0"])

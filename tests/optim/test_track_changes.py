@@ -1,7 +1,6 @@
 """track_changes and take_changes: the rows that changed, against the tables."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from helpers import (
     compile_as_users_do,
 )
 from optimizers import step
-from sparsejax.optim import lazy, take_changes
+from sparsejax.optim import lazy, take_changes, track_changes
 
 
 pytestmark = pytest.mark.usefixtures("loose_promotion")
@@ -26,11 +25,7 @@ V, D = 50, 3
 ADAM, SGD = lazy(optax.adam(0.1)), lazy(optax.sgd(0.1))
 
 
-def tracked(tx, **options) -> Any:
-    return sj.optim.track_changes(tx, **options)
-
-
-def model() -> Any:
+def model():
     table = np.random.default_rng(0).normal(size=(V, D)).astype(np.float32)
     return {"items": jnp.asarray(table), "bias": jnp.ones(D), "w": jnp.ones((D, 2))}
 
@@ -40,7 +35,7 @@ def loss(params, ids):
     return jnp.sum(rows**3) + jnp.sum((rows @ params["w"]) ** 2) + params["bias"].sum()
 
 
-def train(tx, params, state, ids) -> Any:
+def train(tx, params, state, ids):
     tables = {"items": True, "bias": False, "w": False}
     return step(tx, params, state, sj.grad(loss, tables=tables)(params, ids))
 
@@ -57,8 +52,8 @@ def ones(*rows):
 )
 def test_ids_are_the_rows_that_differ(inner):
     """Eager and jitted, with duplicates, over several calls of take_changes."""
-    tx, params, rng = tracked(inner), model(), np.random.default_rng(0)
-    plain: Any = params, inner.init(params)
+    tx, params, rng = track_changes(inner), model(), np.random.default_rng(0)
+    plain = params, inner.init(params)
     state, before = tx.init(params), params
     for jit in (lambda f: f, jax.jit):
         run, run_plain = (jit(functools.partial(train, x)) for x in (tx, inner))
@@ -79,7 +74,7 @@ def test_ids_are_the_rows_that_differ(inner):
 
 
 def test_in_a_scan_in_place():
-    tx, table = tracked(ADAM), jnp.ones((1_000_000, 2))
+    tx, table = track_changes(ADAM), jnp.ones((1_000_000, 2))
 
     def run(table, state, ids):
         def one(carry, ids):
@@ -100,7 +95,7 @@ def test_in_a_scan_in_place():
 
 
 def test_rows_that_accumulate_are_marked_when_they_are_applied():
-    tx = tracked(sj.optim.accumulate(SGD, 2, capacity=20))
+    tx = track_changes(sj.optim.accumulate(SGD, 2, capacity=20))
     params, seen = model()["items"], []
     state = tx.init(params)
     for row in (3, 5, 7, 9):
@@ -113,19 +108,19 @@ def test_rows_that_accumulate_are_marked_when_they_are_applied():
 # Parameters, the options and gradients of one step, and the rows that it changes.
 KINDS = {
     "rank one": lambda: (
-        tracked(SGD, tables=True),
+        track_changes(SGD, tables=True),
         jnp.zeros(V),
         sj.SelectedRows(jnp.array([4, V, 2]), jnp.ones(3), V),
         [2, 4],
     ),
     "quantized": lambda: (
-        tracked(sj.optim.rounding(SGD, key=0)),
+        track_changes(sj.optim.rounding(SGD, key=0)),
         sj.quantize(model()["items"]),
         ones(4, 2),
         [2, 4],
     ),
     "complex": lambda: (
-        tracked(SGD),
+        track_changes(SGD),
         jnp.ones((V, D), jnp.complex64),
         jnp.zeros((V, D), jnp.complex64).at[3].set(1j),
         [3],
@@ -141,7 +136,7 @@ def test_tables_of_other_kinds(kind):
 
 
 def test_rows_that_are_reset_have_changed():
-    tx, params = tracked(ADAM), model()
+    tx, params = track_changes(ADAM), model()
     rows = {"items": jnp.array([3, V])}
     carry = sj.optim.reset_rows(tx, tx.init(params), params, rows)
     found, _ = take_changes(*carry)
@@ -149,7 +144,7 @@ def test_rows_that_are_reset_have_changed():
 
 
 def test_a_state_inside_of_another(tmp_path):
-    tx: Any = optax.chain(tracked(SGD))
+    tx = optax.chain(track_changes(SGD))
     params = model()["items"]
     _, state = tx.update(ones(4), tx.init(params), params)
     sj.parallel.save(tmp_path / "run", state)
@@ -166,10 +161,13 @@ def test_a_state_inside_of_another(tmp_path):
 def test_sharded_tables_give_the_same_ids(layout):
     kind = AxisType.Auto if layout == "mod" else AxisType.Explicit
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
-    tx, ids = tracked(SGD), np.random.default_rng(1).integers(0, V, (3, 8), np.int32)
+    tx, ids = (
+        track_changes(SGD),
+        np.random.default_rng(1).integers(0, V, (3, 8), np.int32),
+    )
     items = sj.parallel.shard_rows(model()["items"], mesh, "x", layout=layout)
     params = model() | {"items": items}
-    run: Any = jax.jit(functools.partial(train, tx), donate_argnums=(0, 1))
+    run = jax.jit(functools.partial(train, tx), donate_argnums=(0, 1))
     carry = jax.tree.map(jnp.copy, params), tx.init(params)
     for batch in ids:
         carry = run(*carry, batch)
