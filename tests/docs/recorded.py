@@ -38,7 +38,7 @@ ON_THE_SITE = ("tensorflow", "torch")
 
 
 # One call of sparsejax, which the tests of its room try.
-CALL = re.compile(r"(sj|store|trainer|block)(\.\w+)+(\([\w, ()=.]*\))?")
+CALL = re.compile(r"(sj|store|trainer|block)(\.\w+)*(\([\w, ()=.\"]*\))?")
 
 
 class Golden:

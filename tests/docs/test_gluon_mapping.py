@@ -296,41 +296,6 @@ def test_recorded_training_on_two_devices():
     assert_steps(name, steps())
 
 
-# ------------------------------------------------------------------ the proposal
-
-
-def clicks(count):
-    rng = np.random.default_rng(0)
-    for _ in range(count):
-        tags = sp.csr_matrix(rng.poisson(2e-4, (8, 50_000)).astype(np.float32))
-        yield {
-            "user": rng.integers(0, 100_000, 8),
-            "item": rng.integers(0, 20_000, 8),
-            "tags": tags,
-            "click": rng.integers(0, 2, 8).astype(np.float32),
-        }
-
-
-def test_proposal():
-    """The page's model trains; by hand it is the same function."""
-    trainer, batches = PAGE.blocks["make_trainer"](), list(clicks(2))
-    block, store = trainer.block, trainer.store
-    given = {"store": store, "trainer": trainer, "batches": batches * 3}
-    pulled = run("row_sparse_pull, one batch ahead", **given)
-    losses = [trainer.step(batch, rows) for batch, rows in pulled]
-    assert losses[-1] < losses[1]
-    specs = run("row_sparse Parameter", block=block)
-    heights = {"user": 100_000, "item": 20_000, "tags": 50_000}
-    assert {n: s.shape[0] for n, s in specs.items()} == heights
-    want = trainer.predict(batches[0])
-    given = batches[0] | {"tags": sj.SegmentTensor.from_csr(batches[0]["tags"])}
-    tables = run("SparseBlock.pull", store=store, block=block, inputs=given)
-    names = {"tables": tables, "params": trainer.params, "inputs": given}
-    for key in ("SparseBlock.sparse_forward", "SparseBlock.forward"):
-        step = lambda given, key=key: run(key, block=block, **given)
-        np.testing.assert_allclose(jax.jit(step)(names), want, rtol=1e-5)
-
-
 def test_every_name_of_mxnet_is_on_the_page():
     rows = [cells for section, cells in PAGE.tables() if section[:1].isdigit()]
     have = {cells[0].strip("`").split("(")[0] for cells in rows}

@@ -14,11 +14,11 @@ from notebooks import execute
 
 
 PATHS = sorted(execute.HERE.glob("*.ipynb"))
-NAMES = [path.stem for path in PATHS]
+PROJECT = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
 INSTALL = re.compile(r"sparsejax\[([a-z,]+)\]")
 
 
-@pytest.fixture(params=PATHS, ids=NAMES)
+@pytest.fixture(params=PATHS, ids=lambda path: path.stem)
 def kept(request):
     return nbformat.read(request.param, as_version=4)
 
@@ -60,23 +60,17 @@ def figures(notebook):
     return [x for x in outputs(notebook) if "image/png" in x.get("data", {})]
 
 
-def test_is_kept_as_it_ran(kept):
+def test_is_kept_as_it_ran_and_opens_in_colab(kept, request):
     counts = [cell.execution_count for cell in code_cells(kept)]
     assert counts == list(range(1, len(counts) + 1))
     text = str(
         [x.get("text") or x.get("data", {}).get("text/plain") for x in outputs(kept)]
     )
-    assert not re.search(r"/(root|home|tmp|Users|work)/", text)
-    assert not re.search("Warning|stderr", text)
-
-
-@pytest.mark.parametrize("path", PATHS, ids=NAMES)
-def test_opens_in_colab(path):
-    project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())["project"]
-    home = project["urls"]["Repository"].removeprefix("https://github.com/")
-    title = nbformat.read(path, as_version=4).cells[1].source
-    colab = "https://colab.research.google.com/github"
-    assert f"({colab}/{home}/blob/main/notebooks/{path.name})" in title
+    assert not re.search(r"/(root|home|tmp|Users|work)/|Warning|stderr", text)
+    home = PROJECT["urls"]["Repository"].removeprefix("https://github.com/")
+    page = f"https://colab.research.google.com/github/{home}/blob/main/notebooks"
+    name = request.node.callspec.id
+    assert f"({page}/{name}.ipynb)" in kept.cells[1].source
 
 
 def test_installs_what_is_missing(kept, monkeypatch):
@@ -86,9 +80,7 @@ def test_installs_what_is_missing(kept, monkeypatch):
     """
     cell = kept.cells[0]
     (extras,) = set(INSTALL.findall(cell.source))
-    project = tomllib.loads((pages.ROOT / "pyproject.toml").read_text())
-    assert set(extras.split(",")) <= set(project["project"]["optional-dependencies"])
-
+    assert {*extras.split(",")} <= PROJECT["optional-dependencies"].keys()
     pip = '%pip install -q "$SOURCE"'
     assert cell.source.count(pip) == 1
     code = cell.source.replace(pip, "installed.append(SOURCE)")
