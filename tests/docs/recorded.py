@@ -35,9 +35,8 @@ import sparsejax as sj
 
 TESTS = pages.ROOT / "tests"
 ON_THE_SITE = ("tensorflow", "torch")
-
-
-# One call of sparsejax, which the tests of its room try.
+# One call of sparsejax, which the tests of its room try: elsewhere than on the site, it
+# needs no line.
 CALL = re.compile(r"(sj|store|trainer|block)(\.\w+)*(\([\w, ()=.\"]*\))?")
 
 
@@ -114,6 +113,7 @@ class Page(Golden):
 
     def __init__(self, name, golden="", hidden=(), tables=(), zeros=False):
         super().__init__(golden or name)
+        self.name = name
         folder = pages.DOCS if name in ON_THE_SITE else TESTS / "docs"
         self.page, self.more = folder / f"{name}.md", TESTS / "docs" / f"{name}_rows.md"
         self.tables_of, self.zeros = tables, zeros
@@ -193,7 +193,7 @@ class Page(Golden):
             tested = {line[0].removeprefix("? ") for line in self.lines}
             tested |= {case["name"] for case in by_name}
             cells = {x: code for x, code in self.cells.items() if x not in tested}
-            if self.page.parent != pages.DOCS:
+            if self.name not in ON_THE_SITE:
                 calls = [x for x, code in cells.items() if CALL.fullmatch(code)]
                 code = "\n".join(cells.pop(x) for x in calls)
                 assert all(map(eval, re.findall(r"\bsj\.[\w.]+", code)))
