@@ -95,11 +95,11 @@ def squared(block, store=None, **options):
 
 def fit(made, data, prefetch=0, **options):
     """The losses of all steps, the rows pulled in each step or ahead of it."""
-    if not prefetch:
-        return np.array([made.step(batch) for batch in data])
-    options = {"depth": prefetch, "mode": "drop"} | options
-    pulled = made.store.prefetch(data, made.row_ids, **options)
-    return np.array([made.step(batch, rows) for batch, rows in pulled])
+    pairs = ((batch, None) for batch in data)
+    if prefetch:
+        options = {"depth": prefetch, "mode": "drop"} | options
+        pairs = made.store.prefetch(data, made.row_ids, **options)
+    return np.array([made.step(batch, rows) for batch, rows in pairs])
 
 
 def state_of(made):
@@ -196,14 +196,13 @@ def test_the_step_does_not_know_how_large_tables_are():
     made = trainer(block=Model(item=SparseEmbedding(big, D, name="item")))
     batch = in_one_shape(*batches(1))
     rows = made.store.pull(made.row_ids(batch), mode="drop")
-    engine, specs = made.store.engine, {n: made.store.spec(n) for n in rows}
-    tables = {n: ListedTable(engine, n, x.shape, x.dtype) for n, x in specs.items()}
+    engine, spec = made.store.engine, made.store.spec
+    listed = lambda n: ListedTable(engine, n, spec(n).shape, spec(n).dtype)
+    tables = {name: listed(name) for name in rows}
     pairs = {name: (x.rows, x.values) for name, x in rows.items()}
-
-    def step(pairs, params, opt_state, batch):
-        first = (tables, params), opt_state
-        return made._step._compute(pairs, first, batch)
-
+    step = lambda pairs, params, state, batch: made._step._compute(
+        pairs, ((tables, params), state), batch
+    )
     args = pairs, made.params, made.opt_state, batch
     assert_no_dense(step, *args, heights=[big])
 
@@ -243,15 +242,11 @@ def test_a_push_that_fails_keeps_the_parameters(monkeypatch):
 @pytest.mark.usefixtures("eight_devices")
 def test_a_store_for_several_devices():
     """Data-parallel training: examples are sharded over a mesh, rows pulled once."""
-    auto = (jax.sharding.AxisType.Auto,)
-    devices = jax.devices()[:4]
-    mesh = jax.make_mesh((4,), ("x",), axis_types=auto, devices=devices)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P("x"))
     rng = np.random.default_rng(0)
-    data = [
-        {"x": rng.integers(-1, 40, 8), "y": rng.normal(size=8).astype(np.float32)}
-        for _ in range(3)
-    ]
+    y = rng.normal(size=8).astype(np.float32)
+    data = [{"x": rng.integers(-1, 40, 8), "y": y} for _ in range(3)]
     block = Ranker(SparseEmbedding(V, D, name="item", padding_id=-1))
     trained = []
     for store, given in (
@@ -265,7 +260,7 @@ def test_a_store_for_several_devices():
     assert_trees_close(*trained)
     assert outputs.sharding.is_equivalent_to(sharding, 1)
     assert made.params["top"]["kernel"].sharding.is_fully_replicated
-    bad = jax.device_put({"x": np.full(8, V), "y": data[0]["y"]}, sharding)
+    bad = jax.device_put({"x": np.full(8, V), "y": y}, sharding)
     with pytest.raises(ValueError, match="8 of 8 ids"):
         made.step(bad)
 
