@@ -161,14 +161,6 @@ def broadcast_to_more(table, w, ids):
 
 
 @sparse
-def vmapped_scale_and_index(table, w, ids):
-    read = lambda s, i: jnp.clip(table * s, -1.0, s)[i]
-    both = jax.vmap(read, (None, 1), out_axes=1)(w, jnp.stack([ids, ids + 1]))
-    scaled = jax.vmap(lambda s: (s - table).T[:, 3])(w)
-    return _sum_of([jax.vmap(read)(w, ids[:D]), both, scaled], w)
-
-
-@sparse
 def vmapped_take_of_scaled(table, w, ids):
     far = jnp.stack([ids[:D] * 60, ids[:D] - 20], axis=1)
     read = lambda s, i: jnp.take(s + table, i, axis=0, fill_value=0.5)
@@ -221,19 +213,6 @@ def checkpointed_and_passed_on(table, w, ids):
 
 
 @sparse
-def branch_and_passed_on(table, w, ids):
-    branch = lambda scale: lambda t: (scale * _loss(t[ids], w), t)
-    total, same = lax.cond(ids[0] > 20, branch(1.0), branch(2.0), table)
-    return total + _loss(same[ids + 1], w)
-
-
-@sparse
-def behind_a_barrier(table, w, ids):
-    table, w = lax.optimization_barrier((table, w))
-    return _loss(table[ids], w)
-
-
-@sparse
 def while_beside(table, w, ids):
     k, _ = lax.while_loop(
         lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + jnp.sum(c[1])), (0, table)
@@ -272,15 +251,6 @@ PROGRAMS |= {
         jax.vmap(lambda i, v: sj.embedding_bag(table, i, i % 2, 2, weights=v))(
             jnp.abs(_pairs(ids)), _weights(w)
         ),
-        w,
-    ),
-    "bag_of_a_view": lambda table, w, ids: _loss(
-        sj.embedding_bag(
-            (2.0 * table).reshape(V, 2, D // 2),
-            _pairs(ids),
-            mode="zero",
-            weights=jnp.ones((5, 3)),
-        ).reshape(N, D),
         w,
     ),
 }
