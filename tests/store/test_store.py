@@ -208,14 +208,19 @@ def test_what_is_refused_changes_nothing():
         for call in store.push, store.assign:
             with pytest.raises(ValueError, match=f"1 of 2 rows for .*'t'.*{V} rows"):
                 call("t", rows_of(rows))
+    with pytest.raises(ValueError, match="has duplicate rows"):
+        store.assign("t", rows_of([3, 3]))
+    with pytest.raises(ValueError, match="must be real and of the shape"):
+        store.push("t", rows_of([1, 2], V + 1))
     for wrong in rows_of([1, 2], V + 1), np.ones((V, D), np.complex64), [1, 2]:
         with pytest.raises(TypeError, match="assign: weights for table 't'"):
             store.assign("t", wrong)
     ids, array = jnp.array([1, 3]), jnp.ones((V, D))
+    grad = lambda values: sj.SelectedRows(ids, values, V)
     for traced in (
         lambda: jax.vmap(lambda i: store.row_sparse_pull("t", i))(ids),
         lambda: jax.lax.scan(lambda c, i: (c, store.pull("t", i)), 0, ids),
-        lambda: jax.jit(lambda i: store.push("t", rows_of(i)))(ids),
+        lambda: jax.jit(lambda v: store.push("t", grad(v)))(array[:2]),
         lambda: jax.jit(lambda a: store.init("u", a, optax.sgd(1.0)))(array),
         lambda: jax.jit(lambda a: store.assign("t", a))(array),
     ):
