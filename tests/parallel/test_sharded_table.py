@@ -42,11 +42,9 @@ def by_table(num_groups, heights=(50, 1, 0, 50)):
         ((2, 2), BOTH, "block", AxisType.Auto),
         ((8,), "x", by_table(8), AxisType.Auto),
         ((2, 4), "x", by_table(4), AxisType.Explicit),
-        ((2, 2), BOTH, by_table(2), AxisType.Auto),
         ((8,), "x", by_table(8, (7, 0, 3, 11, 2, 1)), AxisType.Auto),
         ((2, 4), BOTH, by_table(2, (9, 4, 10, 0, 6)), AxisType.Auto),
         ((2,), "x", by_table(2, (3, 0, 8)), AxisType.Auto),
-        ((4,), "x", by_table(1, (6, 7)), AxisType.Auto),
         ((4,), "x", by_table(4, (0, 0)), AxisType.Auto),
     ],
 )

@@ -30,7 +30,6 @@ MESHES = {  # shape of the mesh, its axes, the axes of the table, number of grou
     "8 devices": ((8,), ("x",), "x", 8),
     "2 hosts of 4": ((2, 4), ("host", "x"), ("host", "x"), 2),
     "2 replicas of 4": ((2, 4), ("data", "x"), "x", 4),
-    "one group": ((4,), ("x",), "x", 1),
 }
 
 
@@ -130,7 +129,6 @@ def train_on_one_device(optimizer):
     [
         ("2 hosts of 4", "adam", AxisType.Auto),
         ("2 replicas of 4", "clipped", AxisType.Auto),
-        ("one group", "adam", AxisType.Auto),
         ("8 devices", "adam", AxisType.Explicit),
     ],
 )
@@ -224,14 +222,15 @@ def test_other_reads():
     assert_trees_close(whole(grads), [wanted] * 2, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1e-20, 1e20])
-def test_sqrtn_of_any_weights(size):
+def test_sqrtn_of_any_weights():
     place, *_ = on_mesh("2 hosts of 4")
     stack, batch = make_params()["stack"], make_batch(0)
     ids, weights = batch["ids"], batch["weights"]["shop"]
     read = lambda stack, w: collection()({STACK: stack}, ids, {"shop": w})["shop"]
-    got = jax.jit(read)(place(stack), size * weights)
-    np.testing.assert_allclose(got, read(stack, weights), rtol=1e-5, atol=1e-6)
+    read, expected = jax.jit(read), read(stack, weights)
+    for size in (1e-20, 1e20):
+        got = read(place(stack), np.float32(size) * weights)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def held(stack, heights, groups, num_groups=8):

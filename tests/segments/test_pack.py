@@ -119,11 +119,11 @@ def test_differentiates(x64):
 @pytest.mark.slow
 def test_vmap():
     data = jnp.stack([jnp.asarray(DATA), -jnp.asarray(DATA)])
-    got = jax.vmap(lambda x: sj.pack_segments(make(x), 3))(data)
+    got = jax.jit(jax.vmap(lambda x: sj.pack_segments(make(x), 3)))(data)
     want = packed(DATA, LENGTHS, 3)
     assert_trees_close(got, np.stack([want, -want]))
     lengths = jnp.asarray(np.stack([LENGTHS, LENGTHS[::-1]]))
     f = lambda padded, n: sj.unpack_segments(padded, n).values
-    got = jax.vmap(f)(jnp.stack([got[0], got[0]]), lengths)
+    got = jax.jit(jax.vmap(f))(jnp.stack([got[0], got[0]]), lengths)
     assert_trees_close(got[0, :6], DATA[[0, 1, 2, 3, 4, 6]])
     assert_trees_close(got[1, :2], np.array([DATA[0], 0 * DATA[0]]))

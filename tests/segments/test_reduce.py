@@ -72,8 +72,8 @@ def test_all_reductions_are_their_loops(data):
 
 @pytest.mark.parametrize(
     ("ids", "num_segments"),
-    [([], S), ([], 0), ([0, -1, 5], 0), ([0] * 5, 1), ([2], S)],
-    ids=["no_elements", "nothing", "no_segments", "one_segment", "one_element"],
+    [([], S), ([], 0), ([0, -1, 5], 0), ([0] * 5, 1)],
+    ids=["no_elements", "nothing", "no_segments", "one_segment"],
 )
 def test_small_shapes(ids, num_segments):
     ids = np.array(ids, np.int32)
@@ -110,8 +110,13 @@ def test_axes_of_data(shape):
 # ------------------------------------------------------------------ against jax.ops
 
 
-@pytest.mark.parametrize("name", NAMESAKES)
-@pytest.mark.parametrize("dtype", [np.float32, np.int8, np.uint32, np.complex64])
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *zip(NAMESAKES, (np.float32, np.int8, np.uint32, np.complex64)),
+        *zip(NAMESAKES, (np.complex64, np.uint32, np.int8, np.float32)),
+    ],
+)
 def test_calls_of_jax_ops_are_served(name, dtype):
     x = np.arange(1, 2 * N + 1).reshape(N, 2).astype(dtype)
     namesake = getattr(jax.ops, f"segment_{name}")

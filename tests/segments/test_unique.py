@@ -47,13 +47,13 @@ def test_unique(ids, capacity):
     check_unique(ids, capacity, jitted_unique(ids, capacity))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64"])
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "uint32", "int64"])
 def test_types_stay(dtype, x64):
     limits = np.iinfo(dtype)
     ids = np.array([[3, limits.max, 3], [limits.min, 7, limits.max]], dtype)
-    for capacity in (2, 4, 9):
-        check_unique(ids, capacity, sj.unique(ids, capacity))
-    check_unique(ids, 3, sj.unique(jnp.asarray(ids), 3))
+    for capacity in (2, 9):
+        check_unique(ids, capacity, jitted_unique(ids, capacity))
+    check_unique(ids, 4, sj.unique(ids, 4))
     # Also parts more than the type holds.
     for num_parts in (7, 300):
         check_partition(ids, num_parts, sj.partition(ids, num_parts))
