@@ -38,7 +38,7 @@ MOST = 15  # seconds until the others end: 5 to 11 alone, 97 without the setting
 
 def test_two_processes_train_like_one_device(tmp_path):
     """They run `worker.py`, and write one checkpoint, which is read onto one device."""
-    run_together(worker.__file__, "train", directory=tmp_path)
+    run_together(worker.__file__, directory=tmp_path)
     table, dense = map(jnp.asarray, worker.initial())
     trained = {}
     for name, tx in worker.OPTIMIZERS.items():

@@ -30,6 +30,7 @@ MESHES = {  # shape of the mesh, its axes, the axes of the table, number of grou
     "8 devices": ((8,), ("x",), "x", 8),
     "2 hosts of 4": ((2, 4), ("host", "x"), ("host", "x"), 2),
     "2 replicas of 4": ((2, 4), ("data", "x"), "x", 4),
+    "one group": ((4,), ("x",), "x", 1),
 }
 
 
@@ -139,7 +140,7 @@ def test_trains_as_on_one_device(mesh, optimizer, kind):
 
 def test_steps_in_a_scan():
     tx = sj.optim.lazy(OPTIMIZERS["clipped"])
-    place, everywhere, _ = on_mesh("8 devices")
+    place, everywhere, _ = on_mesh("one group")
     step = make_step(loss_fn, tx)
 
     @jax.jit

@@ -1,8 +1,4 @@
-"""Programs that the tests run in processes of their own.
-
-`python worker.py train PORT PROCESS DIRECTORY` trains with a second process and saves
-the weights. `python worker.py save DIRECTORY` saves until it is killed.
-"""
+"""`python worker.py PORT PROCESS DIRECTORY` trains with a second process, and saves."""
 
 import os
 import sys
@@ -119,25 +115,6 @@ def train(port, process, directory):
     jax.distributed.shutdown()
 
 
-def contents(step):
-    """A tree whose values are all the number of its step."""
-    return {"table": np.full((100_001, 16), step, np.float32), "step": step}
-
-
-def save(directory):
-    """Saves until it is killed."""
-    mesh, step = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), 0
-    options = ocp.CheckpointManagerOptions(max_to_keep=2)
-    with ocp.CheckpointManager(directory, options=options) as manager:
-        while True:
-            step += 1
-            tree = contents(step)
-            tree["table"] = sj.parallel.shard_rows(tree["table"], mesh, "x")
-            sj.parallel.save(manager, tree, step=step)
-
-
 if __name__ == "__main__":
-    command, *args = sys.argv[1:]
-    {"train": train, "save": save}[command](
-        *(int(x) if x.isdigit() else x for x in args)
-    )
+    port, process, directory = sys.argv[1:]
+    train(int(port), int(process), directory)

@@ -353,6 +353,13 @@ def test_a_tree_of_two_leaves():
     assert stacked.shape == (2, 48, 7)
     _, scanned = jax.lax.scan(lambda _, t: (None, sj.lookup(t, 3)), None, stacked)
     assert_same_bits(scanned[1], table.get(3))
+    assert not jax.tree.map(jnp.zeros_like, table).dequantize().any()
+    floats = jax.tree.map(lambda x: jnp.issubdtype(x.dtype, jnp.inexact), table)
+    assert jax.tree.leaves(floats) == [False, False]
+    seen = []
+    jax.jit(functools.partial(jax.debug.callback, seen.append))(table)
+    jax.effects_barrier()
+    assert_same_bits(seen[0].scale_bias, table.scale_bias)
     moved = jax.device_put(table, jax.devices()[-1])
     assert hash(jax.tree.structure(table)) == hash(jax.tree.structure(moved))
     assert_same_bits(moved.to_fused(), table.to_fused())
@@ -369,38 +376,6 @@ def test_unpack_is_caffe2s_fake_layout():
     assert fake.bits == 8 and fake.codes.max() == 3
     assert_same_bits(fake.dequantize(), table.dequantize())
     assert fake.to_fused().shape == (48, 7 + 8)
-
-
-each = lambda f: lambda *tables: jax.tree.map(f, *tables)
-MOVES = {
-    "copy": lambda a, b: each(jnp.copy)(a),
-    "filter by dtype": each(
-        lambda x, y: x + y if jnp.issubdtype(x.dtype, jnp.inexact) else x
-    ),
-    "roll": each(lambda x, y: jnp.roll(jnp.roll(x, 1, axis=0)[::-1], 1, axis=0)[::-1]),
-    "split": lambda a, b: each(lambda x: jnp.concatenate(jnp.split(x, 2)))(a),
-    "stack": each(lambda *xs: jnp.stack(xs)[0]),
-    "where": each(lambda x, y: jnp.where(jnp.array(True), x, y)),
-    "cond": lambda a, b: jax.lax.cond(
-        a.bits > 0, lambda: a, lambda: each(jnp.zeros_like)(a)
-    ),
-}
-
-
-@two_kinds
-def test_moves_through_trees(bits, scale_dtype):
-    a, b = (sj.quantize(make_rows(seed=k), bits) for k in (0, 1))
-    moves = lambda a, b: [f(a, b) for f in MOVES.values()]
-    for results in moves(a, b), jax.jit(moves)(a, b):
-        for name, got in zip(MOVES, results, strict=True):
-            assert repr(got) == repr(a), name
-            assert_same_bits(got.to_fused(), a.to_fused())
-    assert a.scale_dtype == scale_dtype
-    assert not each(jnp.zeros_like)(a).dequantize().any()
-    seen = []
-    jax.jit(functools.partial(jax.debug.callback, seen.append))(a)
-    jax.effects_barrier()
-    assert_same_bits(seen[0].scale_bias, a.scale_bias)
 
 
 @two_kinds

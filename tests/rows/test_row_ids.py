@@ -25,7 +25,7 @@ from jax import lax
 import fuzz_trees
 import sparsejax as sj
 from fuzz import search
-from helpers import assert_trees_close, to_dense
+from helpers import assert_same_bits, assert_trees_close, to_dense
 from sparsejax._compat import enable_x64
 
 
@@ -378,18 +378,23 @@ def test_wide_ids_where_x64_is_enabled_only_around_them():
 
 
 MOVES = {
-    "switch": lambda g: lax.switch(jnp.array(1), [lambda: H, lambda: g]),
-    "while": lambda g: lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (H, g))[0],
-    "scan in": lambda g: lax.scan(lambda c, x: (x, None), H, stack(H, g))[0],
-    "scan out": lambda g: unstack(lax.scan(lambda c, x: (x, c), g, stack(H, H))[1]),
-    "vmapped cond": lambda g: unstack(
-        jax.vmap(lambda p, a: lax.cond(p, lambda: a, lambda: H))(
-            jnp.array([True, False]), stack(g, H)
+    "switch": lambda g, h: lax.switch(jnp.array(1), [lambda: h, lambda: g]),
+    "while": lambda g, h: lax.fori_loop(0, 3, lambda i, c: (c[1], c[0]), (h, g))[0],
+    "scan in": lambda g, h: lax.scan(lambda c, x: (x, None), h, stack(h, g))[0],
+    "scan out": lambda g, h: unstack(lax.scan(lambda c, x: (x, c), g, stack(h, h))[1]),
+    "vmapped cond": lambda g, h: unstack(
+        jax.vmap(lambda p, a: lax.cond(p, lambda: a, lambda: h))(
+            jnp.array([True, False]), stack(g, h)
         )
     ),
-    "checkpoint": jax.checkpoint(lambda g: jax.jit(lambda x: x)(g)),
-    "auxiliary output": lambda g: jax.grad(lambda s: (s * s, g), has_aux=True)(1.0)[1],
-    "block_until_ready": jax.block_until_ready,
+    "checkpoint": lambda g, h: jax.checkpoint(jax.jit(lambda x: x))(g),
+    "auxiliary output": lambda g, h: jax.grad(lambda s: (s * s, g), has_aux=True)(1.0)[
+        1
+    ],
+    "block_until_ready": lambda g, h: jax.block_until_ready(g),
+    "roll": first(lambda x: jnp.roll(jnp.roll(x, 1, axis=0)[::-1], 1, axis=0)[::-1]),
+    "split": first(lambda x: jnp.concatenate(jnp.split(x, [1]))),
+    "where": each(lambda x, y: jnp.where(jnp.array(True), jnp.stack([x, y])[0], y)),
 }
 
 
@@ -402,10 +407,13 @@ def assert_same(got: Any, want: sj.SelectedRows = G) -> None:
 @pytest.mark.parametrize("name", MOVES)
 def test_moves(name):
     f = MOVES[name]
-    assert_same(f(G))
-    assert_same(jax.jit(f)(G))
-    spec = jax.eval_shape(f, G)
-    assert spec.rows.dtype == jnp.int32 and spec.rows.shape == (3,)
+    for kind in "rows", "float16", "float32":
+        (g, h), _ = kinds()[kind]
+        for got in f(g, h), jax.jit(f)(g, h):
+            assert repr(got) == repr(g)
+            jax.tree.map(assert_same_bits, got, g)
+        spec = jax.eval_shape(lambda g: g, g)
+        assert repr(jax.eval_shape(f, g, h)) == repr(spec)
 
 
 def test_moves_out_of_programs_and_back():

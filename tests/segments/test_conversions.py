@@ -119,11 +119,8 @@ def test_x64(x64):
         for g in f, jax.jit(f):
             assert g(jnp.array([0, 1, 3])).dtype == jnp.int64
             assert g(jnp.array([0, 1, 3], jnp.int32)).dtype == jnp.int32
-    assert sj.lengths_to_offsets(jnp.array([2**31, 1])).tolist() == [
-        0,
-        2**31,
-        2**31 + 1,
-    ]
+    offsets = sj.lengths_to_offsets(jnp.array([2**31, 1]))
+    assert offsets.tolist() == [0, 2**31, 2**31 + 1]
     ids = sj.lengths_to_segment_ids(lengths)
     assert ids.dtype == sj.segment_ids_to_lengths(ids).dtype == jnp.int32
     assert sj.segment_ids_to_ranges(jnp.array([0, 2])).dtype == jnp.int32
