@@ -32,11 +32,7 @@ def spec(*shape, dtype: Any = jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def count(n):
-    """Ids that are not known yet."""
-    return jax.ShapeDtypeStruct((n,), jnp.int32)
-
-
+count = functools.partial(spec, dtype=jnp.int32)  # ids that are not known yet
 SPEC = spec(V, D)
 IDS = (np.random.default_rng(0).zipf(1.2, BATCH) % V).astype(np.int32)
 

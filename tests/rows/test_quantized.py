@@ -8,6 +8,7 @@ Caffe2 itself, also of its greedy search.
 # pyright: reportArgumentType=false
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -502,8 +503,9 @@ def test_training_in_8_bits():
     @functools.partial(jax.jit, static_argnums=0)
     def error_of(tx, table):
         one = lambda c, ids: (step(tx, c[0], c[1], ids, target[ids]), None)
-        params = {"t": table}
-        (params, _), _ = jax.lax.scan(one, (params, tx.init(params)), ids)
+        params: Any = {"t": table}
+        carry: Any = params, tx.init(params)
+        (params, _), _ = jax.lax.scan(one, carry, ids)
         return jnp.abs(params["t"].dequantize() - target).mean()
 
     sgd = sj.optim.lazy(optax.sgd(2e-3))  # updates of up to 4e-3: half a code
