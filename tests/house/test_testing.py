@@ -75,25 +75,8 @@ def constants_in_the_tree():
     return loss, params, zip(IDS, TARGETS)  # an iterator
 
 
-def equinox():
-    eqx = pytest.importorskip("equinox")
-    keys = jax.random.split(jax.random.key(0))
-
-    class Model(eqx.Module):
-        embed: Any
-        mlp: Any
-
-        def __call__(self, ids):
-            return jax.vmap(lambda i: self.mlp(self.embed(i)))(ids)
-
-    def loss(model, batch):
-        return jnp.mean((model(batch["ids"]) - batch["y"]) ** 2)
-
-    embed = eqx.nn.Embedding(V, D, key=keys[0])
-    return loss, Model(embed, eqx.nn.MLP(D, "scalar", 4, 1, key=keys[1])), BATCHES
-
-
 def nnx():
+    """tests/transform/test_models.py has a model of equinox."""
     nnx = pytest.importorskip("flax.nnx")
     graph, state = nnx.split(nnx.Embed(V, D, rngs=nnx.Rngs(0)))
 
@@ -106,14 +89,13 @@ def nnx():
 
 ACCEPTED: list[Any] = [
     (constants_in_the_tree, ADAGRAD, False),
-    (equinox, ADAGRAD, False),
     (nnx, ADAMW, True),
     (bfloat16_and_namedtuples, CLIPPED, False),
     (stack, CLIPPED, False),
 ]
 
 
-@pytest.mark.parametrize("make, tx, exact", slow_but(ACCEPTED, *ACCEPTED[:3]))
+@pytest.mark.parametrize("make, tx, exact", slow_but(ACCEPTED, *ACCEPTED[:2]))
 def test_models(make, tx, exact):
     loss, params, batches = make()
     assert_equals_dense(loss, tx, params, batches, exact)
