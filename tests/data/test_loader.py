@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 import sparsejax as sj
 from helpers import count_traces
+from sparsejax.data import _capacity
 
 
 def _rows(n, longest=6, seed=0):
@@ -45,6 +46,7 @@ def test_items_are_rows_of_each_column():
     assert row.shape == (1, 2) and row.toarray().tolist() == [[0.0, 2.0]]
     assert ids.tolist() == [1, 2] and listed.tolist() == [4]
     assert numbers.tolist() == [0.0, 1.0]
+    assert dataset[2][1].tolist() == [3]
     cut = dataset[1:]
     assert cut[0].toarray().tolist() == [[3, 0], [0, 0]]
     assert cut[1].to_lists() == [[], [3]]
@@ -170,6 +172,22 @@ def test_auto_holds_for_every_order():
         assert (loader.capacity < total) == is_less
     ordered = sj.data.DataLoader(sj.data.ArrayDataset([[1] * k for k in range(9)]), 4)
     assert ordered.capacity == 4 + 5 + 6 + 7 and "largest batch" in repr(ordered)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 30), min_size=1, max_size=12),
+    batch_size=st.integers(1, 5),
+    risk=st.sampled_from([0.3, 0.05, 1e-3]),
+)
+def test_the_tail_bound_holds_exactly(lengths, batch_size, risk):
+    """Compared with sums with replacement, whose tail is larger."""
+    lengths = np.array(lengths)
+    share = np.bincount(lengths) / len(lengths)
+    total = np.ones(1)
+    for _ in range(batch_size):
+        total = np.convolve(total, share)
+    bound = _capacity.tail_bound(lengths, batch_size, risk)
+    assert total[bound + 1 :].sum() <= risk + 1e-12
 
 
 def test_too_small_a_capacity_is_named():
