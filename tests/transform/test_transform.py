@@ -173,6 +173,7 @@ def test_dense_uses(name, x64):
         sj.DensifyError, match=r"(programs|fuzz_models)\.py:\d+"
     ) as error:
         sj.grad(fun, tables=True)(*args)
+    assert isinstance(error.value, NotImplementedError)
     for part in ("table", "Two ways out", "register_rule", "tables="):
         assert part in str(error.value)
 
@@ -271,13 +272,17 @@ def test_rows_that_are_returned_were_read_before_the_update():
 
 @pytest.mark.window
 def test_a_gradient_inside_of_another_reads_once():
+    """And names no row that was not read: an id out of range is an empty slot there."""
     table, _, ids = arguments()
-    loss = lambda t: jnp.sum(t[ids] ** 2)
-    norm = lambda grad: lambda t: jnp.sum(to_dense(grad(loss)(t))[ids + 1] ** 2)
-    got, theirs = sj.grad(norm(sj.grad))(table), jax.grad(norm(jax.grad))(table)
+    read = lambda t: sj.lookup(t, ids, mode="zero", padding_id=-1)
+    loss = lambda t: jnp.sum(read(t) ** 2)
+    penalty = lambda grad, norm: lambda t: norm(grad(loss)(t)) ** 2
+    ids = jnp.append(ids, jnp.array([-1, V + 5]))
+    sparse = sj.grad(penalty(sj.grad, sj.optim.global_norm))
+    got, theirs = sparse(table), jax.grad(penalty(jax.grad, jnp.linalg.norm))(table)
     np.testing.assert_allclose(got.to_dense(), theirs, rtol=1e-5, atol=1e-4)
-    program = jax.make_jaxpr(sj.grad(norm(sj.grad)))(table)
-    assert str(program).count("= read_rows") == 1
+    np.testing.assert_array_equal(got.rows, ids.at[-2:].set(V))
+    assert str(jax.make_jaxpr(sparse)(table)).count("= read_rows") == 1
 
 
 @pytest.mark.parametrize(
@@ -365,15 +370,14 @@ def test_equations_that_no_table_reaches_are_bound_once_more(monkeypatch):
         c, ys = lax.scan(step, noise, ids)
         branch = lambda f: lambda: jnp.sum(f(c) * t[ids[0]])
         many = lax.cond(x > 0, branch(sin), branch(jnp.cos))
-        rows = jax.jit(lambda t: sin(t[ids] @ c))(t)
-        return jnp.sum(rows) + many + jnp.sum(jax.checkpoint(lambda y: sin(y))(ys))
+        return many + jnp.sum(jax.checkpoint(lambda y: sin(y))(ys))
 
     args = TABLE, jnp.array([3, 1]), jnp.float32(2.0), jax.random.key(0)
     jax.make_jaxpr(fun)(*args)
     traced = len(bound)
     bound.clear()
-    assert sj.explain(fun)(*args).leaves[0].rows_read == 5
-    assert len(bound) == traced >= 6
+    assert sj.explain(fun)(*args).leaves[0].rows_read == 3
+    assert len(bound) == traced >= 5
     _, got, theirs = _both(fun, *args)
     np.testing.assert_allclose(got, theirs, rtol=1e-5)
 
