@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import pickle
 from typing import Any
 
 import hypothesis
@@ -200,22 +199,6 @@ def test_max_evictions_and_window():
     assert rows.tolist() == [0, 1, 2] and evicted.shape == (0,)
 
 
-@pytest.mark.parametrize("n", [1, 129, 3_000])
-def test_the_smallest_by_two_orders_and_position(n):
-    """As NumPy sorts them, with many equal ones and the extreme numbers."""
-    rng = np.random.default_rng(n)
-    smallest = jax.jit(hash_index._smallest)
-    for largest in (0, 7, 2**32 - 1):
-        first, second = rng.integers(0, largest, (2, n), np.uint32, endpoint=True)
-        first[rng.random(n) < 0.1] = np.iinfo(np.uint32).max
-        among = rng.random(n) < 0.8
-        ranks = np.lexsort((np.arange(n), second, first))
-        ranks = ranks[among[ranks]]
-        for count in {0, 1, len(ranks) // 2, max(0, len(ranks) - 1), len(ranks), n + 5}:
-            chosen = smallest(among, [first, second], jnp.int32(count))
-            np.testing.assert_array_equal(np.flatnonzero(chosen), sorted(ranks[:count]))
-
-
 # ------------------------------------------------------------------ keys
 
 
@@ -273,111 +256,51 @@ def test_in_place():
     assert_written_in_place(compiled, arrays, 200_000)
 
 
-@pytest.mark.slow
-def test_in_a_scan_and_under_vmap():
-    keys = np.random.default_rng(0).integers(0, 40, (2, 6, 8))
-    batches = sj.HashIndex.split_keys(keys)
-
-    def body(index, given):
-        index, rows, evicted = index.insert(*given)
-        return index, (rows, evicted)
-
-    def run(batches):
-        index = sj.HashIndex.create(ROWS, key_bits=64)
-        return lax.scan(body, index, (batches, jnp.arange(6)))
-
-    indexes, (rows, evicted) = jax.device_get(jax.jit(jax.vmap(run))(batches))
-    assert "2 x 20 rows" in repr(indexes) and indexes.num_evicted.all()
-    for k in range(2):
-        looped = sj.HashIndex.create(ROWS, key_bits=64)
-        for step in range(6):
-            looped, want, gone = insert(looped, batches[k, step], step)
-            np.testing.assert_array_equal(rows[k, step], want)
-            np.testing.assert_array_equal(evicted[k, step], gone)
-        jax.tree.map(lambda x, y, k=k: assert_same_bits(x[k], y), indexes, looped)
-
-
 @pytest.mark.usefixtures("eight_devices")
-def test_one_index_for_each_device_in_a_shard_map():
-    """Keys partitioned by owner: each device's index is a dict of the keys it owns."""
-    devices, rows_each, steps = 8, 5, 12
-    beyond = devices * rows_each
-    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
-    one = sj.HashIndex.create(rows_each)
-    indexes = jax.tree.map(lambda x: np.stack([x] * devices), one)
-
-    def body(index, given):
-        step, keys = given
-        device = lax.axis_index("x")
-        keys = lax.all_gather(keys, "x", tiled=True)
-        mine = index.owners(keys, devices) == device
-        index, rows, evicted = index.insert(keys, step, where=mine)
-        rows = jnp.where(rows < rows_each, rows * devices + device, beyond)
-        return index, (lax.pmin(rows, "x"), evicted)
-
-    def run(indexes, keys):
-        index = jax.tree.map(lambda x: x[0], indexes)
-        index, (rows, evicted) = lax.scan(body, index, (jnp.arange(steps), keys))
-        return jax.tree.map(lambda x: x[None], index), rows, evicted[None]
-
-    run = jax.jit(
-        jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=(P("x"), P(None, "x")),
-            out_specs=(P("x"), P(), P("x")),
-        ),
-        donate_argnums=0,
-    )
+@pytest.mark.parametrize("over", ["vmap", "shard_map"])
+def test_one_index_for_each_owner_of_keys_in_a_scan(over):
+    """Each inserts the keys that it owns, as one alone does."""
+    count, steps = 8, 12
     rng = np.random.default_rng(1)
     keys = rng.zipf(1.3, (steps, 24)) % 60 + np.arange(steps)[:, None]
-    keys = keys.astype(np.int32) * 7_919
-    indexes, *found = run(indexes, jnp.asarray(keys))
-    rows, evicted = map(np.asarray, found)
+    batches = sj.HashIndex.split_keys(keys * 7_919)
 
-    models = [Model(rows_each) for _ in range(devices)]
-    owner = np.asarray(one.owners(keys, devices))
-    for step in range(steps):
-        for device, model in enumerate(models):
-            mine = keys[step][owner[step] == device]
-            want, gone = model.insert(mine.tolist(), step)
-            want = np.array(want, np.int32)
-            want = np.where(want < rows_each, want * devices + device, beyond)
-            np.testing.assert_array_equal(rows[step][owner[step] == device], want)
-            given = evicted[device, step].tolist()
-            assert given == gone + [rows_each] * (len(given) - len(gone))
-    assert sum(model.evicted for model in models) > 20
-    indexes = jax.device_get(indexes)
-    local = lambda device: jax.tree.map(lambda x: x[device], indexes)
-    for device, model in enumerate(models):
-        check_state(local(device), model, [1, 2])
+    def body(index, given):
+        step, owner, keys = given
+        mine = index.owners(keys, count) == owner
+        index, rows, evicted = index.insert(keys, step, where=mine)
+        return index, (rows, evicted, mine)
+
+    def run(owner, index, batches):
+        owners = jnp.broadcast_to(owner, steps)
+        return lax.scan(body, index, (jnp.arange(steps), owners, batches))
+
+    every = jax.vmap(run, (0, 0, None))
+    if over == "shard_map":
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,))
+        specs: Any = dict(in_specs=(P("x"), P("x"), P()), out_specs=P("x"))
+        first = lambda x: jax.tree.map(lambda x: x[0], x)
+        of_one = lambda *args: run(*map(first, args[:2]), args[2])
+        stacked = lambda *args: jax.tree.map(lambda x: x[None], of_one(*args))
+        every = jax.shard_map(stacked, mesh=mesh, **specs)
+    alone = sj.HashIndex.create(5, key_bits=64)
+    empty = jax.tree.map(lambda x: jnp.stack([x] * count), alone)
+    found = jax.jit(every)(jnp.arange(count), empty, batches)
+    indexes, found = jax.device_get(found)
+    assert f"{count} x 5 rows" in repr(indexes) and indexes.num_evicted.any()
+    assert (found[-1].sum(axis=0) == 1).all()  # a key has one owner
+    one = jax.jit(body)
+    for owner in range(count):
+        index = alone
+        for step in range(steps):
+            given = jnp.array(step), jnp.array(owner), batches[step]
+            index, expected = one(index, given)
+            for x, y in zip(found, expected, strict=True):
+                np.testing.assert_array_equal(x[owner, step], y)
+        jax.tree.map(lambda x, y, k=owner: assert_same_bits(x[k], y), indexes, index)
 
 
 # ------------------------------------------------------------------ a tree
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of orbax
-def test_it_is_saved_and_restored(tmp_path):
-    """As arrays of NumPy, by pickle and by orbax."""
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    index = empty = sj.HashIndex.create(16, **ADMITTING)
-    for step in range(4):
-        copy = jax.tree.map(jnp.copy, index)  # `insert` donates it
-        index, _, _ = insert(copy, words(range(8), 64), np.int32(step))
-    leaves, treedef = jax.tree.flatten(index)
-    np.savez(tmp_path / "index.npz", *leaves)
-    with np.load(tmp_path / "index.npz") as saved:
-        arrays = treedef.unflatten([saved[name] for name in saved.files])
-    with checkpoint.StandardCheckpointer() as saver:
-        saver.save(tmp_path / "index", index)
-        saver.wait_until_finished()
-        by_orbax = saver.restore(tmp_path / "index", empty)
-    for other in (arrays, pickle.loads(pickle.dumps(index)), by_orbax):
-        jax.tree.map(assert_same_bits, other, index)
-        assert other.policy == "lfu" and repr(other) == repr(index)
-        other, rows, _ = insert(other, words(range(4, 12), 64), np.int32(4))
-        assert rows.tolist() == [4, 5, 6, 7, 16, 16, 16, 16]
 
 
 def test_an_index_prints():

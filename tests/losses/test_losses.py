@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import sparsejax as sj
-from helpers import assert_no_dense, assert_trees_close, slow_but, whole
+from helpers import assert_no_dense, assert_trees_close, is_rows, slow_but
 from sparsejax.losses import NegativeSamples
 
 
@@ -121,19 +121,14 @@ def test_sampled_losses(name, x64):
         np.testing.assert_allclose(value, want, rtol=1e-12)
         assert value.shape == params["inputs"].shape[:-1]
     assert_trees_close(grads, dense, atol=1e-12)
-
-
-def test_a_bias_has_a_sparse_gradient_where_it_has_two_axes():
-    params, *batch = jax.tree.map(np.asarray, make(bias=2))
-    params = jax.tree.map(np.float32, params)
-
-    def total(p):
-        table, inputs, bias = p["table"], p["inputs"], p["bias"]
-        return L.sampled_softmax_loss(table, inputs, *batch, bias=bias).sum()
-
-    grads = jax.eval_shape(sj.grad(total), params)
-    assert grads["bias"].capacity == grads["table"].capacity == B + N
-    assert_no_dense(sj.grad(total), params)
+    args = params, labels, negatives
+    assert_no_dense(sj.grad(total, tables=tables, has_aux=True), *args)
+    # A bias [V, 1] has rows without being asked, [V] has none.
+    has_rows = jax.tree.map(
+        is_rows, jax.eval_shape(sj.grad(total, has_aux=True), *args)[0], is_leaf=is_rows
+    )
+    two_axes = {k for k, x in params.items() if x.shape[0] == V and x.ndim == 2}
+    assert {k for k, x in has_rows.items() if x} == two_axes
 
 
 @pytest.mark.slow
@@ -170,23 +165,6 @@ def test_under_vmap_and_scan(x64):
     of_each, dense = run(table)
     for found in of_each:
         assert_trees_close(found, dense, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("eight_devices")
-def test_of_sharded_tables(x64):
-    params, labels, negatives = make(several=True, bias=2)
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
-
-    def total(p):
-        args = p["table"], params["inputs"], labels, negatives
-        return L.sampled_softmax_loss(*args, bias=p["bias"]).sum()
-
-    tables = {k: params[k] for k in ("table", "bias")}
-    sharded = {k: sj.parallel.shard_rows(x, mesh, "x") for k, x in tables.items()}
-    value, grads = jax.jit(sj.value_and_grad(total))(sharded)
-    want, dense = jax.jit(jax.value_and_grad(total))(tables)
-    assert_trees_close((value, whole(grads)), (want, dense))
 
 
 # ------------------------------------------------------------------ in the batch

@@ -130,19 +130,6 @@ def through_orbax(tree, folder):
         return checkpointer.restore(folder / "orbax", jax.tree.map(like, tree))
 
 
-def through_nnx(tree, folder):
-    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
-
-    class Module(nnx.Module):
-        def __init__(self):
-            self.held = nnx.Variable(tree)
-
-    graph, state = nnx.split(Module())
-    held: Any = nnx.merge(graph, through_orbax(state, folder / "nnx")).held
-    # As in `sj.nn.nnx`: flax 0.11 has no get_value.
-    return held.get_value() if hasattr(held, "get_value") else held.value
-
-
 def through_parallel(tree, folder):
     pytest.importorskip("orbax.checkpoint", reason="orbax is not installed")
     sj.parallel.save(folder / "sparsejax", tree)
@@ -160,6 +147,19 @@ def through_deepcopy(tree, folder):
 
 def through_device_put(tree, folder):
     return jax.device_put(jax.device_get(tree))
+
+
+def through_nnx(tree, folder):
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+
+    class Module(nnx.Module):
+        def __init__(self):
+            self.held = nnx.Variable(tree)
+
+    graph, state = nnx.split(Module())
+    held: Any = nnx.merge(graph, through_device_put(state, folder)).held
+    # As in `sj.nn.nnx`: flax 0.11 has no get_value.
+    return held.get_value() if hasattr(held, "get_value") else held.value
 
 
 def through_numpy(tree, folder):
@@ -188,9 +188,12 @@ def through_flax(tree, folder):
 
 # By column of the table: the ways, and what their errors say.
 WAYS = {
-    "orbax, `sj.parallel.save`": ([through_orbax, through_nnx, through_parallel], ""),
+    "orbax, `sj.parallel.save`": ([through_orbax, through_parallel], ""),
     "`pickle`": ([through_pickle], r"parallel\.save, or pickle table\.to_dense\(\)"),
-    "`copy.deepcopy`, `jax.device_put`": ([through_deepcopy, through_device_put], ""),
+    "`copy.deepcopy`, `jax.device_put`": (
+        [through_deepcopy, through_device_put, through_nnx],
+        "",
+    ),
     "leaves by NumPy": ([through_numpy], "key_data|PRNG"),
     "`jax.export`": ([through_export], r"a function of table\.to_dense\(\)"),
     "equinox": ([through_equinox], "key_data|PRNG"),

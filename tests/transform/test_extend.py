@@ -162,3 +162,29 @@ def test_rows_out_of_range_give_nothing_to_what_a_view_is_made_of():
     g, g_w = sj.grad(loss, (0, 1), tables=(True, False))(TABLE, jnp.ones(2))
     np.testing.assert_array_equal(g.rows, [3, 40, 40, 40])
     np.testing.assert_allclose(g_w, 2.0 * TABLE[3])
+
+
+def test_a_rule_for_stacks():
+    """It sees that the view is a stack, and is right for every view of one."""
+    seen, stack = [], jnp.arange(444.0).reshape(3, 37, 4)
+    loss = lambda t: jnp.sum(jnp.flip(t.reshape(3, 37, 4), 2)[1, IDS] * stack[0, :3])
+
+    def reverse_content(ctx, table, *, dimensions):
+        seen.append((table.shape, table.row_axis, table.has_all_rows))
+        if set(dimensions) & set(table.row_axes):
+            return NotImplemented
+        content = [d for d in range(table.ndim) if d not in table.row_axes]
+        along = tuple(1 + content.index(d) for d in dimensions)
+        return table.then(lambda rows: jnp.flip(rows, along))
+
+    with _restored(interpreter._RULES):
+        sj.extend.register_rule("rev")(reverse_content)
+        assert sj.explain(loss)(stack.reshape(111, 4))["t"].sparse
+        assert {*seen} == {((3, 37, 4), None, False)}
+        g = sj.grad(loss)(stack)
+        assert g.stack == (3,) and g.capacity == IDS.size
+        np.testing.assert_allclose(g.to_dense(), jax.grad(loss)(stack))
+        seen.clear()
+        rows_reversed = lambda t: jnp.sum(jnp.flip(t, 0)[IDS])
+        assert not sj.explain(rows_reversed)(stack.reshape(111, 4))["t"].sparse
+        assert {*seen} == {((111, 4), 0, True)}

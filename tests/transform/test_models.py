@@ -101,10 +101,6 @@ def _call(model, ids: Any = IDS):
     return _total(model(jnp.asarray(ids)))
 
 
-def _twice(m):
-    return 2.0 * _call(m, IDS[:2])
-
-
 def _nnx(call, make: Any = NnxModel):
     graph, state = nnx.split(make())
     return lambda state: call(nnx.merge(graph, state)), state
@@ -114,11 +110,6 @@ def _nnx_scanned(m):
     step = lambda total, m, ids: (total + _call(m, ids), total)
     scan = nnx.scan(step, in_axes=(nnx.Carry, None, 0), out_axes=(nnx.Carry, 0))
     return scan(ZERO, m, jnp.asarray(EACH))[0] + _call(m, IDS + 5)
-
-
-def _nnx_looped(m):
-    body = lambda k, carry: (carry[0] + _call(carry[1]), carry[1])
-    return nnx.fori_loop(0, 2, body, (ZERO, m))[0]
 
 
 def _nnx_stack():
@@ -160,7 +151,6 @@ def _map_variables(into, out=lambda x: x):
 
 SPLIT: Any = dict(variable_axes={"params": 0}, split_rngs={"params": True})
 SHARED: Any = dict(variable_broadcast="params", split_rngs={"params": False})
-ONE: Any = dict(variable_axes={"params": None}, split_rngs={"params": False})
 
 
 # -- haiku -----------------------------------------------------------------------------
@@ -172,19 +162,11 @@ def _haiku(call):
     return model.apply, model.init(KEY)
 
 
-def _haiku_embed(hk):
+def _haiku_scanned(hk):
     embed = hk.Embed(V, D)
     embed(IDS)  # haiku wants parameters made outside of branches and loops
-    return lambda ids: embed(jnp.asarray(ids))
-
-
-def _haiku_scanned(hk):
-    return hk.scan(_add_total(_haiku_embed(hk)), ZERO, jnp.asarray(EACH))[0]
-
-
-def _haiku_branched(hk):
-    embed = _haiku_embed(hk)
-    return hk.cond(jnp.array(3) > 2, embed, lambda ids: 2.0 * embed(ids), IDS)
+    step = _add_total(lambda ids: embed(jnp.asarray(ids)))
+    return hk.scan(step, ZERO, jnp.asarray(EACH))[0]
 
 
 def _haiku_stacked(hk):
@@ -196,24 +178,23 @@ def _haiku_stacked(hk):
 MODELS: dict[str, Any] = {
     "equinox ensemble": (_eqx_ensemble, _eqx_vmapped, 18),
     "equinox scanned": (_eqx_ensemble, _eqx_scanned, 9),
-    "nnx jit": (_nnx, nnx.jit(_call), 3),
-    "nnx remat": (_nnx, nnx.remat(_call), 3),
+    "nnx jit and remat": (_nnx, nnx.jit(nnx.remat(_call)), 3),
     "nnx vmap": (_nnx, lambda m: nnx.vmap(_call, in_axes=(None, 0))(m, EACH).sum(), 9),
     "nnx scan and again": (_nnx, _nnx_scanned, 12),
-    "nnx fori_loop": (_nnx, _nnx_looped, 6),
-    "nnx cond": (_nnx, lambda m: nnx.cond(jnp.array(3) > 2, _call, _twice, m), 3),
-    "nnx switch": (_nnx, lambda m: nnx.switch(jnp.array(1), [_call, _twice], m), 3),
+    "nnx cond": (
+        _nnx,
+        lambda m: nnx.cond(jnp.array(3) > 2, _call, lambda m: 2.0 * _call(m), m),
+        3,
+    ),
     "nnx stack": (functools.partial(_nnx, make=_nnx_stack), _nnx_of_stack, 18),
     "linen rnn": (_linen, lambda: nn.RNN(nn.LSTMCell(6))(nn.Embed(V, D)(EACH)), 9),
     "linen vmap": (_linen, lambda: nn.vmap(nn.Embed, **SPLIT)(V, D)(EACH), 9),
-    "linen vmap shared": (_linen, lambda: nn.vmap(nn.Embed, **ONE)(V, D)(EACH), 9),
     "linen scan": (_linen, lambda: nn.scan(Step, **SHARED)()(ZERO, EACH)[0], 9),
     "linen remat": (
         _linen,
         lambda: nn.scan(nn.remat(Step), **SPLIT)()(ZERO, EACH)[0],
         9,
     ),
-    "linen jit": (_linen, lambda: nn.jit(nn.Embed)(V, D)(IDS), 3),
     "linen map_variables": (_linen, lambda: _map_variables(jnp.tanh), 3),
     # A table stored transposed has its rows along the last axis: dense.
     "linen transposed": (
@@ -222,13 +203,6 @@ MODELS: dict[str, Any] = {
         None,
     ),
     "haiku scan": (_haiku, _haiku_scanned, 9),
-    "haiku remat": (_haiku, lambda hk: hk.remat(hk.Embed(V, D))(jnp.asarray(IDS)), 3),
-    "haiku vmap": (
-        _haiku,
-        lambda hk: hk.vmap(_haiku_embed(hk), split_rng=False)(EACH),
-        9,
-    ),
-    "haiku cond": (_haiku, _haiku_branched, 3),
     "haiku layer_stack": (_haiku, _haiku_stacked, 9),
 }
 

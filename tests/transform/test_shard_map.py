@@ -248,7 +248,7 @@ def test_sampled_softmax_of_labels_sharded_over_explicit_axes():
         negatives = sampler.sample(jax.random.key(0), 16, labels)
         return jnp.mean(sj.losses.sampled_softmax_loss(t, x, labels, negatives))
 
-    dense = jax.grad(loss)(jnp.array(TABLE), sampler, x, IDS)
+    dense = jax.jit(jax.grad(loss))(jnp.array(TABLE), sampler, x, IDS)
     with jax.set_mesh(mesh):
         args = _put(mesh, P(), TABLE), sampler, *_put(mesh, P("x"), (x, IDS))
         g = jax.jit(sj.grad(loss))(*args)
