@@ -275,13 +275,13 @@ def test_one_index_for_each_owner_of_keys_in_a_scan(over):
         owners = jnp.broadcast_to(owner, steps)
         return lax.scan(body, index, (jnp.arange(steps), owners, batches))
 
-    every = jax.vmap(run, (0, 0, None))
+    every: Any = jax.vmap(run, (0, 0, None))
     if over == "shard_map":
         mesh = jax.make_mesh((count,), ("x",), axis_types=(AxisType.Auto,))
         specs: Any = dict(in_specs=(P("x"), P("x"), P()), out_specs=P("x"))
-        first = lambda x: jax.tree.map(lambda x: x[0], x)
-        of_one = lambda *args: run(*map(first, args[:2]), args[2])
-        stacked = lambda *args: jax.tree.map(lambda x: x[None], of_one(*args))
+        first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+        of_first = lambda owner, index, keys: run(owner[0], first(index), keys)
+        stacked = lambda *args: jax.tree.map(lambda x: x[None], of_first(*args))
         every = jax.shard_map(stacked, mesh=mesh, **specs)
     alone = sj.HashIndex.create(5, key_bits=64)
     empty = jax.tree.map(lambda x: jnp.stack([x] * count), alone)
