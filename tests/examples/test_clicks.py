@@ -53,3 +53,10 @@ def test_gradients_are_those_of_jax_and_sparse():
     loss = lambda params: jnp.sum(clicks.predict(params, ids, jnp.ones((16, 1)), layer))
     sparse = {"['tables']['stack_width4_float32']": 32}
     assert_gradients(loss, params, sparse, rtol=1e-3)
+
+
+def test_auc_is_the_share_of_pairs_in_order_and_half_of_the_ties():
+    rng = np.random.default_rng(0)
+    scores, labels = rng.integers(0, 9, 99), rng.integers(0, 2, 99)
+    order = np.sign(scores[labels == 1][:, None] - scores[labels == 0])
+    assert clicks.auc(scores, labels) == pytest.approx((1 + order.mean()) / 2)

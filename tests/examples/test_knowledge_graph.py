@@ -85,3 +85,14 @@ def _scores(params, triples, model):
         return np.sum(h * r * entity, axis=-1)
     h, r, t = (x[..., :2] + 1j * x[..., 2:] for x in (h, r, entity))
     return np.real(np.sum(h * r * np.conj(t), axis=-1))
+
+
+def test_other_right_answers_do_not_count():
+    scores = np.array([[9.0, 3, 8, 1, 3]])
+    known = np.array([[1, 0, 2], [1, 0, 1], [1, 1, 4]])
+    mrr = lambda triples, known: knowledge_graph.filtered_mrr(
+        lambda part: np.repeat(scores, len(part), 0), triples, known, block=1
+    )
+    assert mrr(known[:1], known) == 1  # of 3, 8, 1, 3; id 0 is no entity
+    assert mrr(known[1:2], known) == pytest.approx(1 / 1.5)  # 2 is right too; a tie
+    assert mrr(known[1:], known) == pytest.approx((1 / 1.5 + 1 / 2.5) / 2)
