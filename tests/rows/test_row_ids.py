@@ -147,6 +147,11 @@ def test_arithmetic_is_refused(name, kind):
             jax.jit(jax.vmap(f)).lower(stack(G, H), stack(H, G))
 
 
+def test_ids_are_no_random_key():
+    with pytest.raises(TypeError, match="A random key is needed"):
+        jax.random.bits(jax.tree.leaves(G)[0][0, 0])
+
+
 def through(tx):
     return lambda g, h: tx.update(g, tx.init(g), h)[0]
 
