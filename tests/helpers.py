@@ -228,8 +228,8 @@ def run_jitted(f, ids, *args):
 def _inner_jaxprs(eqn):
     """The jaxprs among an equation's parameters, open ones, on every JAX release."""
     is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
-    found = jax.tree.leaves(eqn.params, is_leaf=is_jaxpr)
-    return [getattr(x, "jaxpr", x) for x in found if is_jaxpr(x)]
+    leaves = jax.tree.leaves(eqn.params, is_leaf=is_jaxpr)
+    return [getattr(x, "jaxpr", x) for x in leaves if is_jaxpr(x)]
 
 
 def all_eqns(jaxpr):
