@@ -175,7 +175,6 @@ def test_narrow_types_are_summed_wide():
 # ------------------------------------------------------------------ gradients
 
 
-@pytest.mark.window
 def test_differentiates(x64):
     value, dense, left = (jnp.asarray(x, jnp.float64) for x in (VALUE, DENSE, LEFT))
     csr = make_csr(INDEX.astype(np.int64))

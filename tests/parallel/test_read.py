@@ -298,7 +298,6 @@ def test_embedding_bag(layout, combiner, weighted, kind):
         assert_close((got, whole(g)), (want, want_g), rtol=1e-4)
 
 
-@pytest.mark.window
 def test_sqrtn_of_any_weights():
     # Bag 1 lies on three devices, and its largest weight is not on the first one.
     ids, bags = np.arange(8, dtype=np.int32), np.array([0, 1, 1, 1, 1, 1, 4, 2])
@@ -408,7 +407,6 @@ def test_models_read_as_of_an_array():
     np.testing.assert_allclose(found, TABLE[[-1, 3]].sum(), 1e-5)
 
 
-@pytest.mark.window
 def test_without_a_gradient():
     table, ids = sharded(8), make_ids()
     np.testing.assert_array_equal(table[ids], TABLE[ids])

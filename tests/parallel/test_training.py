@@ -145,7 +145,6 @@ def test_updates_are_at_their_owners(name):
     assert_close(whole(updates), after["tables"][0] - before["tables"][0])
 
 
-@pytest.mark.window
 def test_bfloat16_parts_are_summed_in_float32():
     table = shard_rows(np.zeros((V, 1), jnp.bfloat16), mesh_of(), "x", capacity=1)
     tx: Any = sj.optim.lazy(optax.sgd(1.0))

@@ -412,7 +412,6 @@ def assert_trains_as_in_memory(store, score, in_memory, on_store, tables):
     assert_tables_close(store, **tables(memory))
 
 
-@pytest.mark.window
 def test_linen():
     linen = pytest.importorskip("flax.linen")
 
