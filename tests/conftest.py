@@ -7,9 +7,8 @@ single GPU cannot show. Compiled programs are kept in `.jax_cache` from one run 
 next, and are shared by the processes of one run.
 
 `--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
-the first 3 cases, chosen so that each shows a value that the cases before it did not;
-and no docstring's example of more than six lines, because each line compiles something.
-With `-m window` it is the first 2 cases, since `make test-all` has run them all.
+the first 2 cases, the second of which shows a value that the first did not; and no
+docstring's example of more than six lines, because each line compiles something.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models use the fixture
@@ -67,6 +66,7 @@ import pytest  # noqa: E402
 
 _MAX_BYTES = 3 << 29
 _MAX_PROGRAMS = 200_000
+_QUICK_CASES = 2
 _QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
@@ -91,7 +91,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
-        help="no slow tests, and of a parametrized test the first 3 cases",
+        help="no slow tests, and of a parametrized test the first 2 cases",
     )
 
 
@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
         kept.append(item)
     if config.getoption("quick"):
-        kept = _representatives(kept, 2 if _is_of_the_window(config) else 3)
+        kept = _representatives(kept)
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     # Files with slow tests first, so that no process is left alone with one at the end.
     slow = {item.path for item in kept if item.get_closest_marker("slow")}
@@ -134,7 +134,7 @@ def pytest_collection_modifyitems(config, items):
     items[:] = kept
 
 
-def _representatives(items, most):
+def _representatives(items):
     """The tests of `--quick`, see above."""
     seen, kept, runs = set(), [], collections.Counter()
     for item in items:
@@ -144,15 +144,11 @@ def _representatives(items, most):
         # Stacked `parametrize` marks: each part of the id is the value of a parameter.
         parts = item.callspec._idlist if hasattr(item, "callspec") else []
         values = {(test, place, part) for place, part in enumerate(parts)}
-        if runs[test] < most and not (values and values <= seen):
+        if runs[test] < _QUICK_CASES and not (values and values <= seen):
             kept.append(item)
             runs[test] += 1
         seen |= values
     return kept
-
-
-def _is_of_the_window(config):
-    return config.getoption("markexpr") == "window"
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -161,7 +157,8 @@ def pytest_ignore_collect(collection_path, config):
         return None
     text = collection_path.read_text()
     is_slow = re.search(r"^pytestmark = .*mark\.slow", text, re.MULTILINE)
-    left_out = _is_of_the_window(config) and "mark.window" not in text
+    of_the_window = config.getoption("markexpr") == "window"
+    left_out = of_the_window and "mark.window" not in text
     left_out |= config.getoption("quick") and is_slow is not None
     return True if left_out else None
 
