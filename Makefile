@@ -65,7 +65,7 @@ lint: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## ruff, import-linter
 
 types: $(VENV)/.installed-tests $(VENV)/.installed-dev  ## pyright
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --pythonpath $(BIN)/python $(ARGS)
-	@$(BIN)/python -m pytest -q tests/house/test_typing.py
+	@$(BIN)/python tests/tools/known_types.py
 
 docs: $(VENV)/.installed-docs  ## the site, in build/site; a warning is an error
 	@$(BIN)/sphinx-build -q -W --keep-going -c docs . build/site $(ARGS)

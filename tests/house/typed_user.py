@@ -1,8 +1,9 @@
 """A user's program, which `make types` checks in pyright's strict mode; it is not run.
 
 Two checks of strict mode are off: optax has no types of its own, and pyright does not
-know all of `jax.jit`, `jnp.ones` and such; `test_typing.py` says that it knows every
-name of sparsejax. `jax.jit` forgets the types of a function, hence `jit` below.
+know all of `jax.jit`, `jnp.ones` and such; `tests/tools/known_types.py` says that it
+knows every name of sparsejax. `jax.jit` forgets the types of a function, hence `jit`
+below.
 """
 # pyright: strict, reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportUnnecessaryTypeIgnoreComment=true, reportUnusedFunction=false
