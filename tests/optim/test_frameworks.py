@@ -7,6 +7,7 @@ each place.
 
 import functools
 import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import pytest
 import pairs
 import sparsejax as sj
 from helpers import assert_trees_close, slow_but
-from optimizers import LR
+from optimizers import LR, step
 from sparsejax import optim
 from sparsejax.optim import lazy
 
@@ -30,7 +31,7 @@ V, D = 23, 5
 
 def _weights():
     rng = np.random.default_rng(0)
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape).astype(np.float32))
     return {"table": draw(V, D), "kernel": draw(D, 2), "bias": draw(2)}
 
 
@@ -50,7 +51,7 @@ class Plain:
 
     def __init__(self, weights, tx):
         self.tx, self.params = tx, self.make(**weights)
-        self.state = tx.init(self.params)
+        self.state, self.step = tx.init(self.params), jax.jit(partial(step, tx))
 
     def make(self, table=None, bias=None, kernel=None):
         return {"embed": {"embeddings": table}, "linear": {"w": kernel, "b": bias}}
@@ -60,8 +61,7 @@ class Plain:
         return rows @ params["linear"]["w"] + params["linear"]["b"]
 
     def update(self, grads):
-        updates, self.state = self.tx.update(grads, self.state, self.params)
-        self.params = optax.apply_updates(self.params, updates)
+        self.params, self.state = self.step(self.params, self.state, grads)
 
 
 class NnxOptimizer:
@@ -84,6 +84,7 @@ class NnxOptimizer:
     def _start(self, tx):
         self.tx = tx
         self.optimizer = self.nnx.Optimizer(self.model, tx, wrt=self.nnx.Param)
+        self.step = self.nnx.jit(self.nnx.Optimizer.update)
 
     def make(self, table=None, bias=None, kernel=None):
         if kernel is None:  # nnx.State has no None
@@ -105,7 +106,7 @@ class NnxOptimizer:
         return model.dense(model.embed(ids))
 
     def update(self, grads):
-        self.optimizer.update(self.model, grads)
+        self.step(self.optimizer, self.model, grads)
 
 
 class NnxState(NnxOptimizer):
@@ -115,6 +116,7 @@ class NnxState(NnxOptimizer):
 
     def _start(self, tx):
         self.tx, self.state = tx, tx.init(self.params)
+        self.step = jax.jit(partial(step, tx))
 
     update: Any = Plain.update
 
@@ -160,44 +162,39 @@ FRAMEWORKS = {
 
 # ------------------------------------------------------------------ parts of sj.optim
 
-BATCHES = [jnp.array([[3, 1], [3, 20]]), jnp.array([[1, 7], [9, 9]])]
+BATCHES = [np.array([[3, 1], [3, 20]]), np.array([[1, 7], [9, 9]])]
 
 
 class Part(NamedTuple):
     """A part of sj.optim: before each step, and at the end."""
 
     tx: Any
-    before: Any = lambda step, model: None
-    result: Any = lambda model: model.params
+    before: Any = lambda number, model: None
+    result: Any = lambda params, state: params
 
 
-def _reset(step, model):
-    if step == 1:
+def _reset(number, model):
+    if number == 1:
         rows = model.make(table=jnp.array([3, V]))
         new = optim.reset_rows(model.tx, model.state, model.params, rows)
         model.params, model.state = new
 
 
-def _flush(step, model):
+def _flush(number, model):
     model.params, model.state = optim.flush_weight_decay(model.params, model.state)
 
 
 SGD = optax.sgd(LR)
 EXACT = optim.exact(optax.sgd(LR, momentum=0.9))
 PARTS = {
-    "exact": Part(
-        EXACT, result=lambda model: EXACT.flush(model.params, model.state)[0]
-    ),
-    "ema": Part(
-        lazy(optax.chain(SGD, optim.ema(0.5))),
-        result=lambda model: optim.ema_params(model.params, model.state),
-    ),
+    "exact": Part(EXACT, result=lambda *both: EXACT.flush(*both)[0]),
+    "ema": Part(lazy(optax.chain(SGD, optim.ema(0.5))), result=optim.ema_params),
     "reset_rows": Part(lazy(optax.sgd(LR, momentum=0.9)), _reset),
     "reset_accumulated": Part(optim.accumulate(lazy(SGD), 2, 8), _reset),
     "weight_decay": Part(
         lazy(optax.chain(SGD, optim.weight_decay(0.1, LR))),
         _flush,
-        lambda model: optim.flush_weight_decay(model.params, model.state)[0],
+        lambda *both: optim.flush_weight_decay(*both)[0],
     ),
 }
 
@@ -206,17 +203,17 @@ IS_TABLE = lambda path, x: x.shape == (V, D)  # noqa: E731
 
 
 def _train(model, part):
-    loss = lambda params, ids: _loss(functools.partial(model.apply, params), ids)
+    loss = lambda params, ids: _loss(partial(model.apply, params), ids)
     find = jax.jit(optim.exact_value_and_grad(loss, EXACT, tables=IS_TABLE))
     grad = jax.jit(sj.grad(loss, tables=IS_TABLE))
-    for step, ids in enumerate(BATCHES):
-        part.before(step, model)
+    for number, ids in enumerate(BATCHES):
+        part.before(number, model)
         if part.tx is EXACT:
             (_, grads), model.params, model.state = find(model.params, model.state, ids)
         else:
             grads = grad(model.params, ids)
         model.update(grads)
-    return part.result(model)
+    return jax.jit(part.result)(model.params, model.state)
 
 
 CASES = [
@@ -248,7 +245,7 @@ def test_trains_as_parameters_in_dicts(framework, name):
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_questions(framework):
     model = FRAMEWORKS[framework](_weights(), SGD)
-    loss = lambda params: _loss(functools.partial(model.apply, params), BATCHES[0])
+    loss = lambda params: _loss(partial(model.apply, params), BATCHES[0])
     norms = lambda p: (
         optim.global_norm(sj.grad(loss)(p)),
         optax.tree.norm(jax.grad(loss)(p)),
