@@ -9,6 +9,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -270,8 +271,7 @@ DENSE |= {
 
 def arguments(seed=0, dtype=jnp.float32):
     """`(table, w, ids)` with duplicates among the ids."""
-    k1, k2 = jax.random.split(jax.random.key(seed))
-    table = jax.random.normal(k1, (V, D), dtype)
-    w = jax.random.normal(k2, (D,), dtype)
-    ids = (jnp.array([11, 60, 11, 3, 90]) + 7 * seed) % (V - 1)
-    return table, w, ids.astype(jnp.int32)
+    rng = np.random.default_rng(seed)
+    table, w = (jnp.asarray(rng.normal(size=s), dtype) for s in ((V, D), (D,)))
+    ids = (np.array([11, 60, 11, 3, 90]) + 7 * seed) % (V - 1)
+    return table, w, jnp.asarray(ids, jnp.int32)

@@ -39,22 +39,30 @@ def test_sqrtn_of_any_weights(size):
 
 @SIZES
 def test_max_norm_of_any_rows(size):
-    table = size * jnp.array([[3.0, 4.0], [0.0, 0.0]])
-    read = lambda table: sj.lookup(table, jnp.array([0, 1]), max_norm=size / 2)
-    np.testing.assert_allclose(read(table) / size, [[0.3, 0.4], [0, 0]], rtol=1e-6)
-    slope = jax.grad(lambda t: read(t)[0, 0])(table)
+    table = np.float32(size) * np.array([[3, 4], [0, 0]], np.float32)
+    read = lambda table: sj.lookup(table, jnp.arange(2), max_norm=size / 2)
+    slope_of = jax.grad(lambda table: read(table)[0, 0])
+    rows, slope = jax.jit(lambda table: (read(table), slope_of(table)))(table)
+    np.testing.assert_allclose(rows / size, [[0.3, 0.4], [0, 0]], rtol=1e-6)
     np.testing.assert_allclose(slope, [[0.064, -0.048], [0, 0]], atol=1e-6)
+
+
+@jax.jit
+def std_and_normalize(x):
+    std = lambda x: sj.segment_std(x, IDS, 2)
+    slope = jax.grad(lambda x: std(x).sum())(x)
+    return std(x), slope, sj.segment_normalize(x, IDS, 2)
 
 
 @SIZES
 def test_std_and_normalize_of_any_numbers(size):
-    x = size * jnp.array([1.0, 3.0, 7.0])
-    np.testing.assert_allclose(sj.segment_std(x, IDS, 2) / size, [1, 0], rtol=1e-6)
-    slope = jax.grad(lambda x: sj.segment_std(x, IDS, 2).sum())(x)
+    x = np.float32(size) * np.array([1, 3, 7], np.float32)
+    std, slope, normal = std_and_normalize(x)
+    np.testing.assert_allclose(std / size, [1, 0], rtol=1e-6)
     np.testing.assert_allclose(slope, [-0.5, 0.5, 0], atol=1e-6)
     unit = size if size >= 1 else np.sqrt(1e-5)  # eps bounds the variance from below
-    out = sj.segment_normalize(x, IDS, 2)
-    np.testing.assert_allclose(out, size / unit * np.array([-1, 1, 0]), rtol=1e-6)
+    expected = size / unit * np.array([-1, 1, 0])
+    np.testing.assert_allclose(normal, expected, rtol=1e-6)
 
 
 @SIZES
@@ -65,14 +73,18 @@ def test_cosine_of_any_vectors(size):
     assert ids.tolist() == [[0, 1, 2]]
 
 
-@pytest.mark.parametrize(
-    "row",
-    [1000 + 1e-3 * np.arange(3), 1 + 1e-6 * np.arange(4), 1e-38 * np.arange(3)],
-    ids=["wide offset", "few steps of float32", "tiny"],
-)
-def test_a_greedy_search_ends(row):
-    row = jnp.asarray(row[None], jnp.float32)
-    for bits in (2, 4, 8):
-        found = sj.quantize(row, bits, search="greedy").dequantize()
-        plain = sj.quantize(row, bits).dequantize()
-        assert jnp.abs(found - row).max() <= 1.2 * jnp.abs(plain - row).max() + 1e-37
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_a_greedy_search_ends(bits):
+    wide_offset, tiny = 1000 + 1e-3 * np.arange(4), 1e-38 * np.arange(4)
+    few_steps_of_float32 = 1 + 1e-6 * np.arange(4)
+    rows = np.float32([wide_offset, few_steps_of_float32, tiny])
+
+    @jax.jit
+    def error(table):
+        return jnp.abs(table.dequantize() - rows).max(axis=1)
+
+    greedy, plain = (
+        np.asarray(error(sj.quantize(rows, bits, search=search)))
+        for search in ("greedy", None)
+    )
+    assert np.all(greedy <= 1.2 * plain + 1e-37)

@@ -367,22 +367,26 @@ STACKED = jax.tree.map(lambda *x: np.stack(x), *PARTS)
 @pytest.mark.slow
 def test_vmap_over_a_batch():
     f = lambda x: (x.lengths, x.offsets, x.to_padded(3), x.to_multi_hot(7))
-    got = jax.vmap(f)(STACKED)
-    _, scanned = jax.lax.scan(lambda last, x: (x, f(x)), PARTS[1], STACKED)
+    turn = lambda x: make.from_segment_ids(x.values, 1 - x.segment_ids, 2).sort()
+
+    @jax.jit
+    def run(batch, last):
+        got = jax.vmap(f)(batch)
+        _, scanned = jax.lax.scan(lambda last, x: (x, f(x)), last, batch)
+        made = jax.vmap(make.from_lengths)(batch.values, got[0])
+        return got, scanned, made, jax.vmap(turn)(batch)
+
+    got, scanned, made, turned = jax.tree.map(np.asarray, run(STACKED, PARTS[1]))
     assert_trees_close(scanned, got)
     for i, part in enumerate(PARTS):
-        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), f(part))
-    made = jax.vmap(make.from_lengths)(STACKED.values, got[0])
+        assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), jax.jit(f)(part))
     assert_trees_close(made, STACKED)
-    turned = jax.vmap(lambda v, k: make.from_segment_ids(v, 1 - k, 2).sort())(
-        STACKED.values, STACKED.segment_ids
-    )
     first = jax.tree.map(lambda x: x[0], turned)
     assert first.to_lists() == [[3], [1, 2]]
 
 
 def test_gradients_of_values(x64):
-    values, ids = np.linspace(-0.9, 1.3, 5), jnp.array([1, 0, 1, -1, 2])
+    values, ids = np.linspace(-0.9, 1.3, 5), np.array([1, 0, 1, -1, 2])
     weights = np.arange(12.0).reshape(3, 4)
 
     @jax.jit
@@ -393,14 +397,14 @@ def test_gradients_of_values(x64):
         return jnp.sum((y.to_padded(4) * weights) ** 2) + jnp.sum(z.values**3)
 
     check_grads(f, (values,), order=1, modes=("fwd", "rev"))
-    grad = jax.grad(f)(values)
+    grad = np.asarray(jax.grad(f)(values))
     assert grad[3] == 0 and (np.delete(grad, 3) != 0).all()
     # A NaN in an empty element changes neither values nor gradients.
     values[3] = np.nan
     np.testing.assert_array_equal(jax.grad(f)(values), grad)
     # And with respect to a SegmentTensor, whose ids have none.
-    x = make.from_lengths(jnp.array([1.0, 2.0, jnp.nan]), [1, 1], capacity=5)
-    loss = lambda x: jnp.sum(x.to_padded(2, 0.0) ** 2)
+    x = make.from_lengths(np.array([1, 2, np.nan]), [1, 1], capacity=5)
+    loss = jax.jit(lambda x: jnp.sum(x.to_padded(2, 0.0) ** 2))
     value, grads = jax.value_and_grad(loss, allow_int=True)(x)
     assert value == 5 and grads.values.tolist() == [2, 4, 0, 0, 0]
     assert grads.segment_ids.dtype == jax.dtypes.float0
@@ -408,10 +412,14 @@ def test_gradients_of_values(x64):
 
 def test_values_keep_their_type():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32, bool):
-        x = make.from_lengths(jnp.array([1, 0, 1], dtype), [1, 2], capacity=4)
-        filler = False if dtype is bool else 0
-        assert x.values.dtype == x.to_padded(filler=filler).dtype == dtype
-    same = make.from_lengths(jnp.array([-0.0, jnp.nan]), [2])
+        values, filler = (
+            np.array([1, 0, 1]).astype(dtype),
+            False if dtype is bool else 0,
+        )
+        x = make.from_lengths(values, [1, 2], capacity=4)
+        padded = jax.jit(lambda x, filler=filler: x.to_padded(2, filler))(x)
+        assert x.values.dtype == padded.dtype == dtype
+    same = make.from_lengths(np.float32([-0.0, np.nan]), [2])
     assert_same_bits(same.values, np.array([-0.0, np.nan], np.float32))
 
 

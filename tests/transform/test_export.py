@@ -69,22 +69,22 @@ def things():
     store = sj.store.KVStore()
     store.init("t", TABLE, ADAM)
     pulled = store.pull("t", [3, 7])
-    index, _, _ = sj.HashIndex.create(3).insert(jnp.array(KEYS), step=7)
+    index, _, _ = sj.HashIndex.create(3).insert(KEYS.astype(np.int32), step=7)
     wide = sj.HashIndex.create(3, key_bits=64, policy="lfu", admit_after=2)
     sampler = sj.losses.NegativeSampler.from_counts([8, 0, 1, 1])
     sharded = sj.parallel.shard_rows(TABLE, mesh, "x")
     lists: Any = [[[10, 11], [101]], [[11]]]
     return {
-        "parameters of layers, modules and `EmbeddingCollection`": collection.init(
-            jax.random.key(0)
-        ),
+        "parameters of layers, modules and `EmbeddingCollection`": jax.jit(
+            collection.init
+        )(jax.random.key(0)),
         "states of `sj.optim`": jax.jit(lambda t: numbered(init(t)))(TABLE[:4]),
         "state of `sj.optim.accumulate`": jax.jit(
             lambda t: numbered(accumulate.init(t))
         )(TABLE[:4]),
         "`SelectedRows`": {
-            "gradient": sj.grad(loss, tables=True)(jnp.asarray(TABLE)),
-            "stack": sj.grad(lambda t: loss(t[1]))(jnp.stack([TABLE, TABLE])),
+            "gradient": jax.jit(sj.grad(loss, tables=True))(TABLE),
+            "stack": jax.jit(sj.grad(lambda t: loss(t[1])))(np.stack([TABLE, TABLE])),
             "empty slots": sj.SelectedRows(
                 jnp.array([4, 2**20]), jnp.array([[1.0], [jnp.nan]]), 2**20
             ),
@@ -98,13 +98,13 @@ def things():
             "unsorted": sj.SegmentTensor(jnp.arange(3), jnp.array([1, 0, 1]), 2, False),
         },
         "`QuantizedTable`": [sj.quantize(jnp.asarray(TABLE), bits=b) for b in (8, 2)],
-        "`HashIndex`": {"default": index, "with a sketch": numbered(wide)},
+        "`HashIndex`": {"default": index, "with a sketch": jax.jit(numbered)(wide)},
         "`NegativeSampler`, its samples": {
             "of": [sampler, sj.losses.NegativeSampler.log_uniform(9)],
-            "drawn": sampler.sample(jax.random.key(0), 2),
+            "drawn": jax.jit(lambda: sampler.sample(jax.random.key(0), 2))(),
         },
         SHARDED: sharded,
-        "gradient of a `ShardedTable`": sj.grad(loss, tables=True)(sharded),
+        "gradient of a `ShardedTable`": jax.jit(sj.grad(loss, tables=True))(sharded),
     }
 
 
@@ -340,11 +340,12 @@ def test_exported_step_runs_elsewhere(tmp_path):
     order, such as a division that becomes a product, would show in the last bit.
     """
     params = {
-        "table": jax.random.normal(jax.random.key(0), (1000, 64)),
-        "w": jnp.ones(64),
+        "table": np.random.default_rng(0).normal(size=(1000, 64)).astype(np.float32),
+        "w": np.ones(64, np.float32),
     }
     baskets = sj.SegmentTensor.from_lists([[1, 2], [3], [4, 5, 6]], capacity=8)
-    args = jax.device_get((params, TX.init(params), baskets, jnp.arange(3.0)))
+    y = np.arange(3, dtype=np.float32)
+    args = jax.device_get((params, jax.jit(TX.init)(params), baskets, y))
     jitted = jax.jit(step, donate_argnums=(0, 1))
     exported = export.export(jitted, platforms=("cpu", "cuda", "tpu"))(*args)
     (tmp_path / "step").write_bytes(exported.serialize())

@@ -56,19 +56,20 @@ def _eqx_model(key):
 
 def test_an_equinox_model_that_can_be_called():
     """It is a function and a tree; as `tables=` it is the tree."""
-    model = _eqx_model(KEY)
+    model = eqx.filter_jit(_eqx_model)(KEY)
     params, static = eqx.partition(model, eqx.is_inexact_array)
     tables = jax.tree.map(lambda x: x is params.embed.weight, params)
     loss = lambda model, ids: _total(jax.vmap(model)(ids))
     in_parts = lambda p: loss(eqx.combine(p, static), jnp.asarray(EACH))
-    g = sj.grad(in_parts, tables=tables)(params)
+    g = jax.jit(sj.grad(in_parts, tables=tables))(params)
     assert is_rows(g.embed.weight) and callable(g)
     sj.testing.assert_equals_dense(loss, optax.adagrad(0.1), model, [EACH, EACH + 1])
 
 
 def _eqx_ensemble(call):
     """A loss of K models as one tree."""
-    ensemble = eqx.filter_vmap(_eqx_model)(jax.random.split(KEY, K))
+    make = eqx.filter_jit(eqx.filter_vmap(_eqx_model))
+    ensemble = make(jax.random.split(KEY, K))
     params, static = eqx.partition(ensemble, eqx.is_inexact_array)
     return lambda p: call(p, lambda p: eqx.combine(p, static)), params
 
@@ -159,7 +160,7 @@ SHARED: Any = dict(variable_broadcast="params", split_rngs={"params": False})
 def _haiku(call):
     hk = pytest.importorskip("haiku")
     model = hk.without_apply_rng(hk.transform(lambda: _total(call(hk))))
-    return model.apply, model.init(KEY)
+    return model.apply, jax.jit(model.init)(KEY)
 
 
 def _haiku_scanned(hk):

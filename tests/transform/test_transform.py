@@ -107,8 +107,8 @@ def test_outside_of_jit_and_before_data(name, x64):
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_under_vmap_and_scan_and_differentiated_again(name, x64):
     fun, (table, w, _) = PROGRAMS[name], arguments(dtype=jnp.float64)
-    tables = jnp.stack([table, 2 * table, -table])
-    batch = jnp.stack([arguments(seed)[2] for seed in range(3)])
+    tables = np.stack([table, 2 * table, -table])
+    batch = np.stack([arguments(seed)[2] for seed in range(3)])
     sparse = sj.grad(fun, tables=True)
 
     def second(grad, table):
@@ -224,8 +224,9 @@ def test_auto_mode_stops_at_half():
     ],
 )
 def test_no_differentiated_read(fun):
-    np.testing.assert_array_equal(sj.grad(fun)(TABLE), np.zeros((40, 3)))
-    g = sj.grad(fun, tables=True)(TABLE)
+    both = jax.jit(lambda t: (sj.grad(fun)(t), sj.grad(fun, tables=True)(t)))
+    dense, g = both(TABLE)
+    np.testing.assert_array_equal(dense, np.zeros((40, 3)))
     assert is_rows(g) and g.capacity == 0 and g.shape == (40, 3)
 
 
@@ -240,7 +241,7 @@ def test_aux_is_not_differentiated():
 
 
 def test_rows_that_are_returned_were_read_before_the_update():
-    table = arguments()[0]
+    table = np.asarray(arguments()[0])
 
     @jax.jit
     def step(table, ids):
@@ -248,10 +249,12 @@ def test_rows_that_are_returned_were_read_before_the_update():
         (_, rows), grads = sj.value_and_grad(loss, has_aux=True)(table)
         return table + (-0.5) * grads, rows
 
-    for ids in (jnp.array([3, 3, V - 1]), jnp.array([0, 7, 8])):
+    for ids in np.array([3, 3, V - 1]), np.array([0, 7, 8]):
         new, rows = step(table, ids)
         np.testing.assert_array_equal(rows, table[ids])
-        np.testing.assert_allclose(new, table.at[ids].add(-table[ids]), atol=1e-6)
+        expected = table.copy()
+        np.add.at(expected, ids, -table[ids])
+        np.testing.assert_allclose(new, expected, atol=1e-6)
 
 
 @pytest.mark.window
@@ -261,14 +264,14 @@ def test_a_gradient_inside_of_another_reads_once():
     read = lambda t: sj.lookup(t, ids, mode="zero", padding_id=-1)
     loss = lambda t: jnp.sum(read(t) ** 2)
     penalty = lambda grad, norm: lambda t: norm(grad(loss)(t)) ** 2
-    ids = jnp.append(ids, jnp.array([-1, V + 5]))
+    ids = jnp.asarray(np.append(ids, [-1, V + 5]), jnp.int32)
     sparse = sj.grad(penalty(sj.grad, sj.optim.global_norm))
     dense = jax.grad(penalty(jax.grad, jnp.linalg.norm))
     got, whole, theirs = jax.jit(lambda t: (sparse(t), sparse(t).to_dense(), dense(t)))(
         table
     )
     np.testing.assert_allclose(whole, theirs, rtol=1e-5, atol=1e-4)
-    np.testing.assert_array_equal(got.rows, ids.at[-2:].set(V))
+    np.testing.assert_array_equal(got.rows, [*ids[:-2].tolist(), V, V])
     assert str(jax.make_jaxpr(sparse)(table)).count("= read_rows") == 1
 
 
@@ -375,13 +378,14 @@ def test_a_large_table_that_is_not_read_has_no_rows():
         return jnp.sum(params["other"]) + sum(map(is_constant, params["t"]))
 
     shapes = {(10_000, 2): False, (10_001, 2): True, (99_999,): False}
-    params = {"t": [*map(jnp.ones, shapes)], "other": jnp.ones((2, 20_000))}
-    grads, told = sj.grad(loss)(params), sj.explain(loss)(params)
+    ones = lambda shape: np.ones(shape, np.float32)
+    params = {"t": [*map(ones, shapes)], "other": ones((2, 20_000))}
+    grads, told = jax.jit(sj.grad(loss))(params), sj.explain(loss)(params)
     assert not is_rows(grads["other"])
     for k, (g, (shape, has_rows)) in enumerate(zip(grads["t"], shapes.items())):
         assert is_rows(g) == told[f"params['t'][{k}]"].sparse == has_rows
         if has_rows:
             assert g.capacity == 0
-            np.testing.assert_array_equal(g.to_dense(), jnp.zeros(shape))
-    required = sj.grad(loss, tables={"t": False, "other": None})(params)
-    assert not any(map(is_rows, required["t"]))
+            np.testing.assert_array_equal(g.to_dense(), np.zeros(shape))
+    none_required = sj.grad(loss, tables={"t": False, "other": None})
+    assert not any(map(is_rows, jax.eval_shape(none_required, params)["t"]))
