@@ -166,8 +166,13 @@ def _values_and_gradient(read: Any, grad: Any, view: Any, table: Any, ids: Any) 
     fun = lambda table: read(view(table), ids)
     if read is _top_k or isinstance(table, sj.QuantizedTable):
         return fun(table), None
-    grads = grad(lambda table: jnp.sum(jnp.sin(fun(table))))(table)
-    return fun(table), view(whole_array(grads))[ids]
+
+    def loss(table):
+        out = fun(table)
+        return jnp.sum(jnp.sin(out)), out
+
+    grads, out = grad(loss, has_aux=True)(table)
+    return out, view(whole_array(grads))[ids]
 
 
 @functools.cache

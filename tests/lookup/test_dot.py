@@ -37,7 +37,7 @@ def matrix(index=INDEX, value=VALUE, lengths=LENGTHS, columns=C):
 
 
 def make_csr(index=INDEX, value=VALUE, lengths=LENGTHS):
-    elements = {"index": jnp.asarray(index), "value": jnp.asarray(value)}
+    elements = {"index": index, "value": value}
     return sj.SegmentTensor.from_lengths(elements, lengths)
 
 
@@ -49,12 +49,10 @@ def assert_products(csr, matrix, dense=DENSE, left=LEFT):
     """Both products are NumPy's; returns the one of the transpose."""
     run = jax.jit(lambda *args: (sj.dot(csr, args[0]), transposed(csr, args[1])))
     got, of_left = run(dense, left)
-    whole, whole_left = map(to_dense, (dense, left))
-    assert_trees_close(got, np.tensordot(matrix, whole, 1))
     assert isinstance(of_left, sj.SelectedRows)
-    assert_trees_close(
-        jax.jit(to_dense)(of_left), np.tensordot(matrix.T, whole_left, 1)
-    )
+    whole, whole_left, whole_of_left = jax.jit(to_dense)((dense, left, of_left))
+    assert_trees_close(got, np.tensordot(matrix, whole, 1))
+    assert_trees_close(whole_of_left, np.tensordot(matrix.T, whole_left, 1))
     return of_left
 
 
@@ -97,7 +95,8 @@ def test_dense_may_be_selected_rows():
     part = sj.SelectedRows(np.array([96, 5, C, 5, 7]), values, C)
     left = sj.SelectedRows(np.array([2, 0, 2, S]), integers((4, D), seed=5), S)
     assert_products(make_csr(), matrix(), part, left)
-    assert_trees_close(sj.dot(make_csr(), part), matrix() @ np.asarray(to_dense(part)))
+    whole = np.asarray(jax.jit(to_dense)(part))
+    assert_trees_close(jax.jit(sj.dot)(make_csr(), part), matrix() @ whole)
 
 
 def test_columns_out_of_range_and_empty_elements_count_nothing():
@@ -133,14 +132,20 @@ def test_a_matrix_without_elements_or_rows():
     assert_trees_close(sj.dot(nothing, DENSE), np.zeros((S, D), np.float32))
     assert transposed(nothing, LEFT).capacity == 0
     empty = make_csr(INDEX[:0], VALUE[:0], np.zeros(0, int))
-    assert sj.dot(empty, DENSE).shape == (0, D)
-    assert sj.dot(empty, DENSE[:0], num_columns=0).shape == (0, D)
+    for columns in C, 0:
+        product = jax.jit(lambda csr, x, n=columns: sj.dot(csr, x, num_columns=n))
+        assert product(empty, DENSE[:columns]).shape == (0, D)
     no_rows = lambda value: make_csr(INDEX, value, np.zeros(0, int))  # with elements
     loss = lambda value, dense: sj.dot(no_rows(value), dense).sum()
     for g in jax.jit(jax.grad(loss, (0, 1)))(VALUE, DENSE):
         assert not g.any()
-    assert not sj.grad(loss, 1, tables=True)(VALUE, DENSE).to_dense().any()
-    assert not transposed(no_rows(VALUE), LEFT[:0]).to_dense().any()
+
+    @jax.jit
+    def run(value, dense):
+        of_dense = sj.grad(loss, 1, tables=True)(value, dense)
+        return to_dense((of_dense, transposed(no_rows(value), LEFT[:0])))
+
+    assert not np.any(run(VALUE, DENSE))
 
 
 @pytest.mark.parametrize(
@@ -155,12 +160,12 @@ def test_a_matrix_without_elements_or_rows():
 )
 def test_dtypes(value, dense, result):
     csr = make_csr(value=VALUE.astype(value))
-    dense = jnp.asarray(DENSE).astype(dense)
-    want = matrix() @ np.asarray(dense, np.float32)
+    dense = DENSE.astype(jnp.dtype(dense))
+    want = matrix() @ dense.astype(np.float32)
     run = jax.jit(lambda csr, dense: (sj.dot(csr, dense), transposed(csr, dense[:S])))
     got, of_left = run(csr, dense)
     assert got.dtype == result
-    assert_trees_close(got, jnp.asarray(want).astype(result))
+    assert_trees_close(got, want.astype(jnp.dtype(result)))
     assert of_left.dtype == result
 
 
@@ -176,12 +181,11 @@ def test_narrow_types_are_summed_wide():
 
 
 def test_differentiates(x64):
-    value, dense, left = (jnp.asarray(x, jnp.float64) for x in (VALUE, DENSE, LEFT))
-    csr = make_csr(INDEX.astype(np.int64))
-    for dtype in (jnp.float32, jnp.float64):
-        assert_trees_close(
-            sj.dot(csr, dense.astype(dtype)), (matrix() @ DENSE).astype(dtype)
-        )
+    value, dense, left = (x.astype(np.float64) for x in (VALUE, DENSE, LEFT))
+    csr, denses = make_csr(INDEX.astype(np.int64)), (DENSE, dense)
+    products = jax.jit(lambda csr, denses: [sj.dot(csr, x) for x in denses])
+    for got, x in zip(products(csr, denses), denses, strict=True):
+        assert_trees_close(got, (matrix() @ DENSE).astype(x.dtype))
     f = lambda v, d: sj.dot(make_csr(value=v), d)
     check_grads(jax.jit(f), (value, dense), order=1)
     f = lambda v, d: transposed(make_csr(value=v), d).values

@@ -77,7 +77,7 @@ def test_cosine_of_any_vectors(size):
 def test_a_greedy_search_ends(bits):
     wide_offset, tiny = 1000 + 1e-3 * np.arange(4), 1e-38 * np.arange(4)
     few_steps_of_float32 = 1 + 1e-6 * np.arange(4)
-    rows = np.float32([wide_offset, few_steps_of_float32, tiny])
+    rows = np.array([wide_offset, few_steps_of_float32, tiny], np.float32)
 
     @jax.jit
     def error(table):

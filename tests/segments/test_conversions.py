@@ -79,13 +79,19 @@ def test_ids_out_of_range_count_nowhere(ids):
 
 @pytest.mark.slow
 def test_vmap():
-    lengths = jnp.array([[2, 0, 1], [0, 0, 0], [1, 1, 4]], jnp.int32)
-    ids = jax.vmap(lambda x: sj.lengths_to_segment_ids(x, 6))(lengths)
-    for row, want in zip(ids, lengths):
-        assert_trees_close(row, sj.lengths_to_segment_ids(want, 6))
-    back = jax.vmap(lambda x: sj.segment_ids_to_lengths(x, 3))(ids)
+    lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 4]], np.int32)
+    to_ids = traced(sj.lengths_to_segment_ids, 6)
+
+    @jax.jit
+    def run(lengths):
+        ids = jax.vmap(to_ids)(lengths)
+        back = jax.vmap(lambda x: sj.segment_ids_to_lengths(x, 3))(ids)
+        return ids, back, jax.vmap(lambda x: sj.segment_ids_to_ranges(x, 3))(ids)
+
+    ids, back, ranges = map(np.asarray, run(lengths))
+    for row, of_one in zip(ids, lengths):
+        assert_trees_close(row, to_ids(of_one))
     assert_trees_close(back, lengths)
-    ranges = jax.vmap(lambda x: sj.segment_ids_to_ranges(x, 3))(ids)
     assert ranges[2].tolist() == [[0, 1], [1, 1], [2, 4]]
 
 

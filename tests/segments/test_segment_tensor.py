@@ -419,7 +419,7 @@ def test_values_keep_their_type():
         x = make.from_lengths(values, [1, 2], capacity=4)
         padded = jax.jit(lambda x, filler=filler: x.to_padded(2, filler))(x)
         assert x.values.dtype == padded.dtype == dtype
-    same = make.from_lengths(np.float32([-0.0, np.nan]), [2])
+    same = make.from_lengths(np.array([-0.0, np.nan], np.float32), [2])
     assert_same_bits(same.values, np.array([-0.0, np.nan], np.float32))
 
 

@@ -29,7 +29,7 @@ pytestmark = [
 ]
 IDS = np.array([3, 7, 3, 9, 11, 150, 7, 1], np.int32)
 W = np.arange(1.0, 5.0, dtype=np.float32)
-TABLE = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+TABLE = np.asarray(jax.random.normal(jax.random.key(0), (200, 4)))
 
 
 def _mesh(*sizes, kind=AxisType.Explicit):
