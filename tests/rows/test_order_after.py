@@ -22,7 +22,7 @@ def test_true_for_all_but_the_least_integer(dtype):
         else:
             info = np.iinfo(dtype)
             x = np.array([info.min + 1, -1, 0, 1, info.max])
-            assert not always_true(np.array(info.min, dtype))
+            assert not always_true(jnp.array(info.min, dtype))
         predicate = np.asarray(jax.jit(always_true)(x.astype(jnp.dtype(dtype))))
         assert predicate.all() and predicate.shape == x.shape
 
