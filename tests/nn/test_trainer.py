@@ -72,11 +72,10 @@ def batches(count, size=6, seed=0, most=V):
 
 def in_one_shape(batch):
     """The batch with its matrix as a SegmentTensor of 64 slots."""
-    ids, words, hour = batch["x"]
-    words = sj.SegmentTensor.from_csr(words)
-    more = 64 - words.capacity
-    padded = jax.tree.map(lambda v: jnp.pad(v, (0, more)), words.values)
-    words = sj.SegmentTensor.from_lengths(padded, words.lengths)
+    ids, matrix, hour = batch["x"]
+    elements = {"index": matrix.indices, "value": matrix.data}
+    padded = jax.tree.map(lambda v: np.pad(v, (0, 64 - matrix.nnz)), elements)
+    words = sj.SegmentTensor.from_lengths(padded, np.diff(matrix.indptr))
     return {**batch, "x": (ids, words, hour)}
 
 
