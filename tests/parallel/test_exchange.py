@@ -29,12 +29,6 @@ pytestmark = pytest.mark.usefixtures("eight_devices", "loose_promotion")
 HEIGHT, DIM, BATCH = 100_003, 32, 20_480
 
 
-def _zipf(seed):
-    weights = 1 / np.arange(1, HEIGHT + 1)
-    rng = np.random.default_rng(seed)
-    return rng.choice(HEIGHT, BATCH, p=weights / weights.sum())
-
-
 def _loss(params, ids):
     rows = sj.lookup(params["table"], ids)
     return jnp.mean(jnp.sum(rows * params["w"], axis=1) ** 2)
@@ -46,9 +40,6 @@ def _step_and_arguments(tx, shards, capacity=None, batch=BATCH):
         shape, dtype, sharding=NamedSharding(mesh, P(*parts))
     )
     spec = jax.ShapeDtypeStruct((HEIGHT, DIM), jnp.float32)
-    if capacity == "measured":
-        table = sj.parallel.shard_rows(spec, mesh, "x")
-        capacity = sj.parallel.measure_capacity(table, [_zipf(0), _zipf(1)])
     table = sj.parallel.shard_rows(spec, mesh, "x", capacity=capacity)
     params = {"table": table, "w": abstract((DIM,), jnp.float32)}
     state = jax.tree.map(
@@ -64,12 +55,17 @@ def _lowered(*options):
     return table, step.lower(*args)
 
 
-def test_in_place_and_less_with_each_device():
+@functools.cache
+def _compiled(shards, batch=BATCH) -> Any:
     tx = sj.optim.lazy(optax.adam(1e-3))
+    table, lowered = _lowered(tx, shards, None, batch)
+    return table, lowered.compile()
+
+
+def test_in_place_and_less_with_each_device():
     owned, held, made = [], [], []
     for shards in (2, 8):
-        table, lowered = _lowered(tx, shards, "measured")
-        program: Any = lowered.compile()
+        table, program = _compiled(shards)
         rows, memory = table.rows_per_shard, program.memory_analysis()
         if shards == 2:  # a part has more rows than the batch
             # Weights and both moments are handed over, not copied ...
@@ -87,13 +83,8 @@ def test_in_place_and_less_with_each_device():
 
 def test_owners_hold_what_a_round_carries():
     """Not all rows that could arrive, from however many devices."""
-
-    def temporaries(shards, batch):
-        tx = sj.optim.lazy(optax.adagrad(0.1))
-        memory: Any = _lowered(tx, shards, None, batch)[1].compile().memory_analysis()
-        return memory.temp_size_in_bytes
-
-    two, eight = (temporaries(shards, BATCH) for shards in (2, 8))
+    temporaries = lambda *x: _compiled(*x)[1].memory_analysis().temp_size_in_bytes
+    two, eight = temporaries(2), temporaries(8)
     assert two > 3.6 * eight
     as_many_ids = temporaries(2, BATCH // 4)
     assert eight < 1.1 * as_many_ids

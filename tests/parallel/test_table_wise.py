@@ -227,8 +227,8 @@ def test_sqrtn_of_any_weights():
     place, *_ = on_mesh("2 hosts of 4")
     stack, batch = make_params()["stack"], make_batch(0)
     ids, weights = batch["ids"], batch["weights"]["shop"]
-    read = lambda stack, w: collection()({STACK: stack}, ids, {"shop": w})["shop"]
-    read, expected = jax.jit(read), read(stack, weights)
+    read = jax.jit(lambda x, w: collection()({STACK: x}, ids, {"shop": w})["shop"])
+    expected = read(stack, weights)
     for size in (1e-20, 1e20):
         got = read(place(stack), np.float32(size) * weights)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
