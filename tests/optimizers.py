@@ -239,8 +239,8 @@ def check_steps_of_each(txs, params, steps, rtol=1e-5):
 
     @jax.jit
     def dense(carry, grads):
-        grads = to_dense(grads)
-        return {name: step(tx, *carry[name], grads) for name, tx in txs.items()}
+        run = lambda tx, params, state: step(tx, params, state, to_dense(grads))
+        return {name: run(tx, *carry[name]) for name, tx in txs.items()}
 
     start = lambda txs: {name: (params, tx.init(params)) for name, tx in txs.items()}
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)

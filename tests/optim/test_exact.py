@@ -35,7 +35,8 @@ jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_lev
 
 def make_params(dtype=jnp.float32):
     table = 0.1 * np.random.default_rng(3).standard_normal((V, D))
-    return {"table": jnp.asarray(table, dtype), "weights": jnp.ones(D, dtype)}
+    params = {"table": table, "weights": np.ones(D)}
+    return {name: jnp.asarray(x.astype(dtype), dtype) for name, x in params.items()}
 
 
 def make_batches(steps=STEPS):
@@ -44,7 +45,7 @@ def make_batches(steps=STEPS):
     share = 1 / np.arange(1, V + 1)
     ids = rng.choice(V, (steps, N), p=share / share.sum())
     targets = rng.standard_normal((steps, N))
-    return zip(jnp.asarray(ids, jnp.int32), jnp.asarray(targets, jnp.float32))
+    return zip(ids.astype(np.int32), targets.astype(np.float32))
 
 
 def loss_fn(params, ids, targets):
@@ -111,7 +112,7 @@ def test_another_optimizer_for_each_leaf(name):
     parts = dict(zip(("table", "other"), TWO_TABLES[name]))
     parts["weights"] = optax.set_to_zero()
     tx = optax.partition(parts, {name: name for name in parts})
-    params = {**make_params(), "other": jnp.ones((V, 2))}
+    params = {**make_params(), "other": np.ones((V, 2), np.float32)}
     assert len(exact(tx).init(params).last_updates) == 2
 
     def loss(params, ids, targets):
@@ -139,7 +140,7 @@ def test_error_bound_of_the_drift(options, x64):
     g = np.logspace(-12, 2, 85).reshape(-1, 1)
     zero = np.zeros_like(g)
     nothing = sj.SelectedRows([len(g)], np.zeros((1, 1)), len(g))
-    params = jnp.zeros(g.shape)
+    params = zero
 
     @jit
     def errors(first):
@@ -213,7 +214,7 @@ def run_both(steps):
         if ids is ...:
             params, state = MOMENTUM.catch_up(params, state, {"table": ...})
         elif ids is not None:
-            ids = jnp.asarray([*ids, *[-1] * (5 - len(ids))])
+            ids = np.array([*ids, *[-1] * (5 - len(ids))])
             params, state = CATCH_UP(params, state, {"table": ids})
         params, state = APPLY(params, state, grads)
         dense, dense_state = APPLY_DENSE(dense, dense_state, to_dense(grads))
@@ -222,10 +223,10 @@ def run_both(steps):
 
 def test_other_rows_keep_their_bits():
     before, old, _ = run_both(TWO_STEPS)
-    ids = {"table": jnp.array([[3, 3], [-1, V], [7, 3]]), "weights": None}
+    ids = {"table": np.array([[3, 3], [-1, V], [7, 3]]), "weights": None}
     params, state = CATCH_UP(before, old, ids)
     rows_of = lambda x, rows: np.asarray(x)[rows]
-    moved = np.any(rows_of(params["table"] != before["table"], ...), axis=1)
+    moved = np.any(np.asarray(params["table"]) != before["table"], axis=1)
     assert np.flatnonzero(moved).tolist() == [3]  # row 7 had no momentum
     others = np.setdiff1d(np.arange(V), [3, 7])
     for new, was in zip(
@@ -254,7 +255,7 @@ def test_flush_in_between_and_dense_gradients():
     assert relative(flushed["table"], dense["table"]) < 1e-6
     again, state = FLUSH(flushed, state)
     assert_same_bits(again["table"], flushed["table"])
-    params, state = CATCH_UP(again, state, {"table": jnp.array([4, -1, -1, -1, -1])})
+    params, state = CATCH_UP(again, state, {"table": np.array([4, -1, -1, -1, -1])})
     params, state = APPLY(params, state, gradient([4]))
     assert int(state.stale) == 0 and int(state.step) == 7
     assert np.array_equal(np.asarray(state.last_updates[0])[:2, 1], [6, 6])
@@ -469,12 +470,12 @@ def test_ids_are_read_from_the_trace():
         best = jnp.argmax(params["table"][30 + ids], axis=-1)
         return total * params["weights"][0], best
 
-    ids = jnp.array([1, 30, V])
+    ids = np.array([1, 30, V])
     both = exact_value_and_grad(loss, MOMENTUM, has_aux=True, tables=SPARSE)
     ((_, aux), grads), after, new = jit(both)(params, state, ids, 2.0)
-    is_new = new.last_updates[0][:, 1] != state.last_updates[0][:, 1]
-    assert set(np.flatnonzero(is_new)) == {21, 30, 31, 60}
-    expected, _ = CATCH_UP(params, state, {"table": jnp.array([1, 21, 30, 31, 60])})
+    last, old = (np.asarray(x.last_updates[0])[:, 1] for x in (new, state))
+    assert set(np.flatnonzero(last != old)) == {21, 30, 31, 60}
+    expected, _ = CATCH_UP(params, state, {"table": np.array([1, 21, 30, 31, 60])})
     assert_same_bits(after["table"], expected["table"])
     assert isinstance(grads["table"], sj.SelectedRows) and aux.shape == (3,)
 
@@ -482,7 +483,8 @@ def test_ids_are_read_from_the_trace():
 def test_a_table_used_as_a_whole_is_brought_up_to_date():
     params, state, dense = run_both(TWO_STEPS)
     loss = lambda params: jnp.sum(params["table"] ** 2)
-    (value, _), params, _ = exact_value_and_grad(loss, MOMENTUM)(params, state)
+    find = jit(exact_value_and_grad(loss, MOMENTUM))
+    (value, _), params, _ = find(params, state)
     assert relative(params["table"], dense["table"]) < 1e-6
     np.testing.assert_allclose(value, loss(dense), rtol=1e-6)
 
@@ -551,11 +553,8 @@ ACCEPTED = "nothing", "optimistic_gradient_descent", "from the third step on"
 
 @pytest.mark.parametrize("name", slow_but(OPTIMIZERS, "every other step"))
 def test_as_dense_or_refused(name):
-    tx = OPTIMIZERS[name]()
+    loss = lambda p, ids: jnp.sum(jnp.sin(sj.lookup(p["table"], ids, mode="zero")))
     try:
-        exact(tx).init(PARAMS)
+        check(loss, OPTIMIZERS[name](), PARAMS, READ, tables=True)
     except ValueError as error:
         assert "cannot be kept exact" in str(error) and name not in ACCEPTED
-        return
-    loss = lambda p, ids: jnp.sum(jnp.sin(sj.lookup(p["table"], ids, mode="zero")))
-    check(loss, tx, PARAMS, READ, tables=True)

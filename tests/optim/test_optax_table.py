@@ -4,6 +4,7 @@ The verdict is read from the program of each. Its oracle, `tests/tools/probe.py`
 the transformation on random numbers.
 """
 
+import functools
 import inspect
 import pathlib
 import re
@@ -117,7 +118,9 @@ def _find(name) -> Any:
 INSTALLED = [name for name in ROWS if _find(name)[0]]
 
 
+@functools.cache
 def make(name):
+    """One object each, so that it is judged once."""
     function, last = _find(name)
     if last in WRAPPERS:
         return WRAPPERS[last](optax.trace(0.9))
