@@ -378,27 +378,22 @@ def train(tx: Any, weights: Any, gradients: Any, state: Any = None) -> Any:
     """The weights after each step, all rows up to date."""
     is_exact = hasattr(tx, "catch_up")
 
-    def step(carry, grad):
-        weights, state = carry
-        if isinstance(grad, tuple):
-            rows, values = grad
-            grad = sj.SelectedRows(rows, values, len(weights))
+    @jax.jit
+    def step(weights, state, grad):
         if is_exact:
             rows = grad.rows if isinstance(grad, sj.SelectedRows) else ...
             weights, state = tx.catch_up(weights, state, rows)
         updates, state = tx.update(grad, state, weights)
         weights = optax.apply_updates(weights, updates)
-        return (weights, state), tx.flush(weights, state)[0] if is_exact else weights
+        whole = tx.flush(weights, state)[0] if is_exact else weights
+        return weights, state, whole
 
-    @jax.jit
-    def run(weights, state, gradients):
-        state = tx.init(weights) if state is None else state
-        return jax.lax.scan(step, (weights, state), gradients)[1]
-
-    if isinstance(gradients[0], sj.SelectedRows):
-        gradients = [(g.rows, g.values) for g in gradients]
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
-    return run(jnp.asarray(weights), state, stacked)
+    state = jax.jit(tx.init)(weights) if state is None else state
+    steps = []
+    for grad in gradients:
+        weights, state, whole = step(weights, state, grad)
+        steps.append(np.asarray(whole))
+    return np.stack(steps)
 
 
 def after(tx: Any, steps: int = 1, table: Any = TABLE, grad: Any = None) -> Any:

@@ -15,15 +15,18 @@ pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
 
 @pytest.mark.slow
 def test_held_out_edges_are_found(tmp_path, shared_data, capsys):
-    triples = np.load(shared_data / "codex_m" / "codex_m.npz")["train"]
+    """Of the most frequent entities, which have edges enough for short walks."""
+    ends = np.load(shared_data / "codex_m" / "codex_m.npz")["train"][:, [0, 2]]
+    frequent = np.argsort(-np.bincount(ends.ravel()), kind="stable")[:2_000]
     path = tmp_path / "edges.txt.gz"
-    np.savetxt(path, triples[:20_000, [0, 2]], "Q%d", header="from to")
-    options = "--epochs 3 --dim 16 --length 12 --p 0.5 --q 2"
+    edges = ends[np.isin(ends, frequent).all(1)]
+    np.savetxt(path, edges, "Q%d", header="from to")
+    options = "--epochs 4 --dim 16 --length 12 --p 0.5 --q 2"
     node2vec.main([str(path), *options.split()])
     found = capsys.readouterr().out.splitlines()
     assert re.match(r"\d+,\d+ nodes, \d+,\d+ edges, \d,?\d+ held out", found[0])
     score, common = map(float, re.findall(r"0\.\d+", found[-1]))
-    assert 0.5 < common < 0.6 and score > common + 0.06, found
+    assert 0.6 < common < 0.7 and score > common + 0.1, found
 
 
 def test_gradients_are_those_of_jax_and_sparse():

@@ -32,7 +32,7 @@ def test_runs(name, tmp_path, capsys, monkeypatch):
     # Most of the time goes to compiling, for each table again.
     monkeypatch.setattr(sharded, "HEIGHTS", (300, 200))
     path = tmp_path / "lines.jsonl"
-    options = [*RUNS[name].split(), "--repeats", "3", "--json", str(path)]
+    options = [*RUNS[name].split(), "--repeats", "1", "--json", str(path)]
     assert __main__.main([name, *options]) == 0
     assert capsys.readouterr().out
     records = [json.loads(line) for line in path.read_text().splitlines()]
