@@ -40,6 +40,11 @@ ON_THE_SITE = ("tensorflow", "torch")
 CALL = re.compile(r"(sj|store|trainer|block)(\.\w+)*(\([\w, ()=.\"]*\))?")
 
 
+def narrow(x: np.ndarray) -> np.ndarray:
+    """The array as JAX holds it: of 32 bits, unless it has 64."""
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+
+
 class Golden:
     """The answers of another system, in tests/golden/NAME.json and .npz."""
 
@@ -61,7 +66,6 @@ class Golden:
 
     def as_ours(self, entry: Any) -> Any:
         """The recorded value in sparsejax's or SciPy's type of its storage."""
-        narrow = lambda x: x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
         if isinstance(entry, str):
             return narrow(self.arrays[entry])
         if "literal" in entry:

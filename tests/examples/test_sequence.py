@@ -22,17 +22,20 @@ def one_block(monkeypatch):
 
 @pytest.mark.slow
 def test_purchases_are_found(tmp_path, shared_data, capsys):
+    """Of the most frequent items, which a few epochs are enough for."""
     lines = np.load(shared_data / "online_retail" / "online_retail.npz")
-    columns = [lines[name][:25_000] for name in ("customer", "item")]
+    columns = np.stack([lines[name][:60_000] for name in ("customer", "item")], 1)
+    frequent = np.argsort(-np.bincount(columns[:, 1]), kind="stable")[:150]
     path = tmp_path / "purchases.csv"
-    np.savetxt(path, np.stack(columns, 1), "%d", ",", header="who,what", comments="")
-    options = "--length 10 --dim 32 --epochs 6 --lr 8e-3 --negatives 128"
+    kept = columns[np.isin(columns[:, 1], frequent)]
+    np.savetxt(path, kept, "%d", ",", header="who,what", comments="")
+    options = "--length 10 --dim 32 --epochs 4 --lr 8e-3 --negatives 64"
     sequence.main([str(path), "--columns", "who,what", *options.split()])
     found = capsys.readouterr().out.splitlines()
-    assert re.match(r"\d+ users, 2,\d+ items, 2\d,\d+ lines", found[0])
-    assert re.match(r"epoch 6: loss [\d.]+, recall@10 0.\d+, [\d.]+ s", found[-2])
+    assert re.match(r"1,\d+ users, 150 items, 1\d,\d+ lines", found[0])
+    assert re.match(r"epoch 4: loss [\d.]+, recall@10 0.\d+, [\d.]+ s", found[-2])
     recall, popular = map(float, re.findall(r"0\.\d+", found[-1]))
-    assert popular > 0.04 and recall > 1.5 * popular
+    assert popular > 0.1 and recall > 1.7 * popular
 
 
 @pytest.fixture
