@@ -84,27 +84,12 @@ def is_wide(case):
 
 
 # The shapes of their outputs follow from values, in ways that JAX must look at.
-EAGER = {
-    "BatchBucketize",
-    "BatchOneHot",
-    "BooleanMask",
-    "Find",
-    "FindDuplicateElements",
-    "GatherPadding",
-    "GatherRanges",
-    "GatherRangesToDense",
-    "KeySplit",
-    "LengthsGather",
-    "LengthsPartition",
-    "LengthsToWeights",
-    "MergeIdLists",
-    "MergeMultiMapFeatureTensors",
-    "MergeSingleListFeatureTensors",
-    "Partition",
-    "RemovePadding",
-    "SparseLengthsSumSparseLookup",
-    "Unique",
-}
+EAGER = """
+BatchBucketize BatchOneHot BooleanMask Find FindDuplicateElements GatherPadding
+GatherRanges GatherRangesToDense KeySplit LengthsGather LengthsPartition
+LengthsToWeights MergeIdLists MergeMultiMapFeatureTensors MergeSingleListFeatureTensors
+Partition RemovePadding SparseLengthsSumSparseLookup Unique
+""".split()
 
 
 def answer(operator, given, args, names, cotangents, wrt) -> tuple[Any, Any]:
