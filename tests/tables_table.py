@@ -166,11 +166,7 @@ def _values_and_gradient(read: Any, grad: Any, view: Any, table: Any, ids: Any) 
     fun = lambda table: read(view(table), ids)
     if read is _top_k or isinstance(table, sj.QuantizedTable):
         return fun(table), None
-
-    def loss(table):
-        out = fun(table)
-        return jnp.sum(jnp.sin(out)), out
-
+    loss = lambda table: (jnp.sum(jnp.sin(out := fun(table))), out)
     grads, out = grad(loss, has_aux=True)(table)
     return out, view(whole_array(grads))[ids]
 

@@ -50,8 +50,7 @@ def test_max_norm_of_any_rows(size):
 @jax.jit
 def std_and_normalize(x):
     std = lambda x: sj.segment_std(x, IDS, 2)
-    slope = jax.grad(lambda x: std(x).sum())(x)
-    return std(x), slope, sj.segment_normalize(x, IDS, 2)
+    return std(x), jax.grad(lambda x: std(x).sum())(x), sj.segment_normalize(x, IDS, 2)
 
 
 @SIZES
@@ -61,8 +60,7 @@ def test_std_and_normalize_of_any_numbers(size):
     np.testing.assert_allclose(std / size, [1, 0], rtol=1e-6)
     np.testing.assert_allclose(slope, [-0.5, 0.5, 0], atol=1e-6)
     unit = size if size >= 1 else np.sqrt(1e-5)  # eps bounds the variance from below
-    expected = size / unit * np.array([-1, 1, 0])
-    np.testing.assert_allclose(normal, expected, rtol=1e-6)
+    np.testing.assert_allclose(normal, size / unit * np.array([-1, 1, 0]), rtol=1e-6)
 
 
 @SIZES
@@ -78,13 +76,6 @@ def test_a_greedy_search_ends(bits):
     wide_offset, tiny = 1000 + 1e-3 * np.arange(4), 1e-38 * np.arange(4)
     few_steps_of_float32 = 1 + 1e-6 * np.arange(4)
     rows = np.array([wide_offset, few_steps_of_float32, tiny], np.float32)
-
-    @jax.jit
-    def error(table):
-        return jnp.abs(table.dequantize() - rows).max(axis=1)
-
-    greedy, plain = (
-        np.asarray(error(sj.quantize(rows, bits, search=search)))
-        for search in ("greedy", None)
-    )
-    assert np.all(greedy <= 1.2 * plain + 1e-37)
+    error = jax.jit(lambda table: jnp.abs(table.dequantize() - rows).max(axis=1))
+    greedy, plain = (error(sj.quantize(rows, bits, search=s)) for s in ("greedy", None))
+    assert np.all(np.asarray(greedy) <= 1.2 * np.asarray(plain) + 1e-37)

@@ -142,8 +142,8 @@ def test_zeros_of_both_signs_are_equal():
 @pytest.mark.slow
 def test_16_bits_are_scored_in_float32():
     """bfloat16 has no numbers between 256 and 258: rounded scores would be equal."""
-    table = jnp.ones((3, 300), jnp.bfloat16).at[1, 257:].set(0)
-    found = sj.top_k(table.at[2, 258:].set(0), jnp.ones((1, 300), jnp.bfloat16), 3)
+    table = (np.arange(300) < [[300], [257], [258]]).astype(jnp.bfloat16)
+    found = sj.top_k(table, np.ones((1, 300), jnp.bfloat16), 3)
     assert found[0].tolist() == [[300, 258, 257]]
 
 
@@ -228,4 +228,4 @@ def test_inside_shard_map():
     found, unique, _ = jax.jit(mapped)(TABLE, QUERIES[:4], sampler, keys)
     want = best(dot(QUERIES[:4], TABLE), 3, [SEEN[0]] * 4)
     np.testing.assert_array_equal(found, want[1])
-    assert [len(set(x)) for x in unique.reshape(2, 8).tolist()] == [8, 8]
+    assert [len({*x}) for x in np.asarray(unique).reshape(2, 8).tolist()] == [8, 8]

@@ -197,8 +197,7 @@ def test_rows_that_are_not_finite():
     assert bad.tolist() == [False, False, True, False, True, False]
     assert not np.isnan(got[~bad]).any()
     wide = sj.quantize(np.array([[-1e5, 0.0]], F32), 4, scale_dtype=F32)
-    row = np.asarray(dequantize(wide))[0]
-    np.testing.assert_allclose(row, [-1e5, 0.0], rtol=0, atol=1e-2)
+    np.testing.assert_allclose(dequantize(wide), [[-1e5, 0.0]], rtol=0, atol=1e-2)
 
 
 def test_empty_and_odd_shapes():
@@ -285,9 +284,9 @@ def test_dtype_of_reads():
     table = sj.quantize(make_rows().astype(jnp.bfloat16))
     assert table.dtype == jnp.bfloat16
     ids, wide = np.arange(4).reshape(2, 2), table.astype(jnp.float32)
-    bag = lambda *tables: [sj.embedding_bag(t, ids) for t in tables]
-    narrow, *wides = jax.jit(lambda t, w: [*bag(t, w), sj.lookup(w, ids)])(table, wide)
-    assert narrow.dtype == jnp.bfloat16 and {x.dtype for x in wides} == {np.dtype(F32)}
+    bag, rows = (jax.jit(f) for f in (sj.embedding_bag, sj.lookup))
+    assert bag(table, ids).dtype == jnp.bfloat16
+    assert bag(wide, ids).dtype == rows(wide, ids).dtype == F32
     assert_same_bits(wide.codes, table.codes)
 
 
@@ -372,15 +371,10 @@ def test_layers_take_one():
         (sj.nn.Dense(4, in_features=9, use_bias=False), csr),
         (collection, {"a": ids, "b": st}),
     ):
-
-        @jax.jit
-        def run(key, layer=layer, inputs=inputs):
-            params = jax.tree.map(sj.quantize, layer.init(key))
-            whole = {name: table.dequantize() for name, table in params.items()}
-            return params, layer(params, inputs), layer(whole, inputs)
-
-        params, got, expected = run(jax.random.key(0))
-        assert_trees_close(got, expected, rtol=1e-7, atol=1e-6)
+        params = jax.tree.map(sj.quantize, jax.jit(layer.init)(jax.random.key(0)))
+        whole = {name: dequantize(table) for name, table in params.items()}
+        run = jax.jit(lambda p, layer=layer, inputs=inputs: layer(p, inputs))
+        assert_trees_close(run(params), run(whole), rtol=1e-7, atol=1e-6)
     table = collection.get_table(params, "b")
     assert isinstance(table, sj.QuantizedTable) and table.shape == (7, 4)
 

@@ -273,10 +273,8 @@ def test_functions_mapped_over_trees():
 def test_functions_that_are_not_noticed():
     """The page that explains gradients names them."""
     text = pathlib.Path(__file__, "../../../docs/explain/gradient.md").resolve()
-    unnoticed = fuzz_trees.UNNOTICED.values()
-    run = lambda g, h: [jax.tree.map(f, g, h).to_dense() for f in unnoticed]
-    jax.jit(run)(G, H)
-    for name in fuzz_trees.UNNOTICED:
+    for name, f in fuzz_trees.UNNOTICED.items():
+        jax.jit(lambda *gs, f=f: jax.tree.map(f, *gs).to_dense())(G, H)
         assert f"`jnp.{name}`" in text.read_text()
     for make in jnp.ones_like, functools.partial(jnp.full_like, fill_value=jnp.inf):
         assert not jax.tree.map(make, G).num_rows()
@@ -314,13 +312,9 @@ def test_leaves_that_do_not_fit(f, error):
 @pytest.mark.parametrize("tx", [LAZY, sj.optim.adagrad(0.1)], ids=["adam", "adagrad"])
 def test_a_step_with_zeros_like_moves_no_row(tx):
     """A way to skip a step, also of row 0, and from inside a program."""
-
-    @jax.jit
-    def first_step(params, grads):
-        updates, state = tx.update(grads, tx.init(params), params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = first_step(PARAMS, {"t": G})
+    update = jax.jit(lambda g: tx.update({"t": g}, tx.init(PARAMS), PARAMS))
+    updates, state = update(G)
+    params = optax.apply_updates(PARAMS, updates)
 
     def step(skip, params, state, grads):
         zeros = jax.tree.map(jnp.zeros_like, grads)

@@ -201,39 +201,30 @@ def test_a_stack():
 
 @pytest.mark.slow
 def test_operations_keep_the_stack():
-    want = {
-        "coalesce": (lambda g: g.coalesce(), WHOLE),
-        "merged": (lambda g: g.coalesce(3, return_overflow=True)[0], WHOLE),
-        "map": (lambda g: g.map(jnp.negative), -WHOLE),
-        "scaled": (lambda g: 2 * g / 4, WHOLE / 2),
-        "sum": (lambda g: g + g - g, WHOLE),
-        "product": (lambda g: g * g, WHOLE**2),
-        "concatenated": (lambda g: sj.concatenate([g, g]), 2 * WHOLE),
-        "retained": (
-            lambda g: g.retain([2]),
-            np.where(WHOLE == WHOLE[0, 2], WHOLE, 0),
-        ),
-        "cast": (lambda g: g.astype(jnp.bfloat16), WHOLE),
-        "tree": (lambda g: jax.tree.map(lambda x: x, g), WHOLE),
-        "scan": (
-            lambda g: jax.lax.scan(lambda c, _: (c * 1.0, None), g, None, 2)[0],
-            WHOLE,
-        ),
-    }
-
     @jax.jit
     def run(g):
-        results = {name: f(g) for name, (f, _) in want.items()}
-        gradient = sj.grad(lambda g: 0.5 * jnp.sum(g.to_dense() ** 2))(g)
-        dense = jax.tree.map(lambda x: x.to_dense(), results, is_leaf=_is_stack)
-        return results, dense, gradient, g.get([2, 7])
+        want = {
+            "coalesce": (g.coalesce(), WHOLE),
+            "merged": (g.coalesce(3, return_overflow=True)[0], WHOLE),
+            "map": (g.map(jnp.negative), -WHOLE),
+            "scaled": (2 * g / 4, WHOLE / 2),
+            "sum": (g + g - g, WHOLE),
+            "product": (g * g, WHOLE**2),
+            "concatenated": (sj.concatenate([g, g]), 2 * WHOLE),
+            "retained": (g.retain([2]), np.where(WHOLE == WHOLE[0, 2], WHOLE, 0)),
+            "cast": (g.astype(jnp.bfloat16), WHOLE),
+            "tree": (jax.tree.map(lambda x: x, g), WHOLE),
+            "scan": (jax.lax.scan(lambda c, _: (c * 1.0, None), g, None, 2)[0], WHOLE),
+            "gradient": (sj.grad(lambda g: 0.5 * jnp.sum(g.to_dense() ** 2))(g), None),
+        }
+        return want, {k: x.to_dense() for k, (x, _) in want.items()}, g.get([2, 7])
 
-    results, dense, gradient, rows = run(STACK)
-    for name, (_, whole) in want.items():
-        assert _is_stack(results[name]), name
-        np.testing.assert_array_equal(dense[name], whole, err_msg=name)
-    assert _is_stack(gradient)
-    assert_same_bits(gradient.rows, STACK.rows)
+    want, dense, rows = run(STACK)
+    for name, (found, whole) in want.items():
+        assert _is_stack(found), name
+        if whole is not None:
+            np.testing.assert_array_equal(dense[name], whole, err_msg=name)
+    assert_same_bits(want["gradient"][0].rows, STACK.rows)
     assert_same_bits(rows, np.stack([WHOLE[0, 2], [0, 0]]).astype("f"))
 
 

@@ -81,18 +81,13 @@ def test_ids_out_of_range_count_nowhere(ids):
 def test_vmap():
     lengths = np.array([[2, 0, 1], [0, 0, 0], [1, 1, 4]], np.int32)
     to_ids = traced(sj.lengths_to_segment_ids, 6)
-
-    @jax.jit
-    def run(lengths):
-        ids = jax.vmap(to_ids)(lengths)
-        back = jax.vmap(lambda x: sj.segment_ids_to_lengths(x, 3))(ids)
-        return ids, back, jax.vmap(lambda x: sj.segment_ids_to_ranges(x, 3))(ids)
-
-    ids, back, ranges = map(np.asarray, run(lengths))
+    ids = np.asarray(jax.vmap(to_ids)(lengths))
     for row, of_one in zip(ids, lengths):
         assert_trees_close(row, to_ids(of_one))
+    views = lambda x: (sj.segment_ids_to_lengths(x, 3), sj.segment_ids_to_ranges(x, 3))
+    back, ranges = jax.jit(jax.vmap(views))(ids)
     assert_trees_close(back, lengths)
-    assert ranges[2].tolist() == [[0, 1], [1, 1], [2, 4]]
+    assert ranges.tolist()[2] == [[0, 1], [1, 1], [2, 4]]
 
 
 def test_errors_under_jit_show_in_the_result():

@@ -119,23 +119,25 @@ def test_axes_of_data(shape):
 )
 def test_calls_of_jax_ops_are_served(name, dtype):
     x = np.arange(1, 2 * N + 1).reshape(N, 2).astype(dtype)
+    some, ascending = np.array([0, 3, -1, 3, 0, 0, 1, 1, -7]), np.sort(IDS)
+    drop = jax.lax.GatherScatterMode.FILL_OR_DROP
+
+    def calls(f, x):
+        outs = [
+            f(x, IDS, num_segments=S),
+            f(x, ascending, num_segments=S, indices_are_sorted=True),
+            f(x, np.arange(N), num_segments=S, unique_indices=True, mode="drop"),
+            f(x, IDS, num_segments=S, mode="clip", bucket_size=4),
+            f(x, IDS, num_segments=S, mode=drop),
+            f(x, segment_ids=some),
+            f(x, ascending.clip(0, S - 1), S, True),
+        ]
+        return [*outs, f(np.arange(N) > 4, some, 5)] if name in ("max", "min") else outs
+
     namesake = getattr(jax.ops, f"segment_{name}")
-    for ids, options in (
-        (IDS, {}),
-        (np.sort(IDS), {"indices_are_sorted": True}),
-        (np.arange(N), {"unique_indices": True, "mode": "drop"}),
-        (IDS, {"mode": "clip", "bucket_size": 4}),
-        (IDS, {"mode": jax.lax.GatherScatterMode.FILL_OR_DROP}),
-    ):
-        expected = namesake(x, ids, num_segments=S, **options)
-        assert_trees_close(ours(name)(x, ids, num_segments=S, **options), expected)
-    ids = np.array([0, 3, -1, 3, 0, 0, 1, 1, -7])
-    assert_trees_close(ours(name)(x, segment_ids=ids), namesake(x, segment_ids=ids))
-    ids = np.sort(IDS.clip(0, S - 1))
-    assert_trees_close(ours(name)(x, ids, S, True), namesake(x, ids, S, True))
-    if name in ("max", "min"):
-        flags = np.arange(N) > 4
-        assert_trees_close(ours(name)(flags, ids, 5), namesake(flags, ids, 5))
+    assert_trees_close(
+        *jax.jit(lambda x: (calls(ours(name), x), calls(namesake, x)))(x)
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64, np.uint64])
@@ -173,16 +175,12 @@ def test_types_stay(dtype, x64):
             expected = expected.clip(limits.min, limits.max)
         value = np.asarray(value, np.float64)
         np.testing.assert_allclose(value, expected, *TOLERANCE[dtype], err_msg=name)
-
-    @jax.jit
-    def run(x, ids, w):
-        integers = [ours(name)(x, ids, S) for name in ("argmax", "argmin", "count")]
-        values, positions = sj.segment_top_k(x, ids, S, k=1)
-        return [*integers, positions], values, sj.segment_sum(x, ids, S, weights=w)
-
-    integers, values, weighted = run(x, ids, np.ones(N))
+    values, positions = top_k(x, ids, S, k=1)
+    assert (values.dtype, positions.dtype) == (dtype, np.int32)
+    names = "argmax", "argmin", "count"
+    integers = jax.jit(lambda: [ours(name)(x, ids, S) for name in names])()
     assert {y.dtype for y in integers} == {np.dtype(np.int32)}
-    assert values.dtype == dtype
+    weighted = jax.jit(lambda w: sj.segment_sum(x, ids, S, weights=w))(np.ones(N))
     assert weighted.dtype == ("float64" if dtype == "int16" else dtype)
     if dtype == "int16":  # a mean is of floats, and does not run over
         mean = sj.segment_mean(np.full(9, limits.max), np.zeros(9, int))
@@ -213,23 +211,16 @@ def test_empty_takes_the_place_of_every_default():
     x = floats((N, 2))
     expected = {name: reductions.oracle(name, x, IDS, S, -7.0) for name in SMOOTH}
     assert_all_close(reductions.smooth_of(S, empty=-7.0)(x, IDS), expected)
-
-    @jax.jit
-    def run(x, traced):
-        positions = [ours(k)(x, IDS, S, empty=-1) for k in ("argmax", "argmin")]
-        some = sj.segment_any(x > 9, IDS, S, empty=True)
-        each = sj.segment_all(x < 9, IDS, S, empty=False)
-        largest, _ = sj.segment_top_k(x[:, 0], IDS, S, k=4, empty=-jnp.inf)
-        of_traced = sj.segment_max(x, IDS, S, empty=traced)
-        count = sj.segment_count(x, IDS, S, empty=-1)
-        return positions, count, some, each, largest, of_traced
-
-    positions, count, some, each, largest, of_traced = run(x, np.float32(3))
-    assert [p[1].tolist() for p in map(np.asarray, positions)] == [[-1, -1]] * 2
-    assert count.tolist() == [3, -1, -1, 3]
-    assert some.tolist()[1] == [True, True] and each.tolist()[1] == [False, False]
-    assert np.isinf(largest).sum(axis=1).tolist() == [1, 4, 4, 1]
-    assert of_traced.tolist()[1] == [3, 3]
+    calls = {"argmax": (x, -1), "argmin": (x, -1)}
+    calls |= {"any": (x > 9, True), "all": (x < 9, False), "count": (x, -1)}
+    run = lambda: {k: ours(k)(y, IDS, S, empty=e) for k, (y, e) in calls.items()}
+    found = {k: y.tolist() for k, y in jax.jit(run)().items()}
+    assert found.pop("count") == [3, -1, -1, 3]
+    assert all(y[1] == [calls[k][1]] * 2 for k, y in found.items())
+    values, _ = top_k(x[:, 0], IDS, S, k=4, empty=-jnp.inf)
+    assert np.isinf(values).sum(axis=1).tolist() == [1, 4, 4, 1]
+    traced = jax.jit(lambda e: sj.segment_max(x, IDS, S, empty=e))(np.float32(3))
+    assert traced.tolist()[1] == [3, 3]
 
 
 def test_weights_that_sum_to_zero_give_empty():
@@ -285,15 +276,12 @@ def test_large_numbers_cost_no_digits():
     sigmoid = 1 / (1 + np.exp(-1.0))
     softmax = [1 - sigmoid, sigmoid, 1, 0]
     log_softmax = np.log([1 - sigmoid, sigmoid, 1, np.exp(-600)])
-
-    @jax.jit
-    def run(x):
-        grad = jax.grad(lambda x: jnp.sum(sj.segment_logsumexp(x, ids, 2)))(x)
-        of_elements = sj.segment_softmax(x, ids), sj.segment_log_softmax(x, ids)
-        return *of_elements, grad, sj.segment_var(x, ids)
-
-    for got, expected in zip(run(x), (softmax, log_softmax, softmax, [0.25, 90_000])):
-        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    slope_of = jax.grad(lambda x: jnp.sum(sj.segment_logsumexp(x, ids, 2)))
+    functions = sj.segment_softmax, sj.segment_log_softmax, sj.segment_var
+    *results, slope = jax.jit(lambda: [*(f(x, ids) for f in functions), slope_of(x)])()
+    for out, right in zip(results, (softmax, log_softmax, [0.25, 90_000]), strict=True):
+        np.testing.assert_allclose(out, right, rtol=1e-6)
+    np.testing.assert_allclose(slope, softmax, rtol=1e-6)
 
 
 def test_ties_of_top_k_come_in_order():

@@ -367,16 +367,12 @@ STACKED = jax.tree.map(lambda *x: np.stack(x), *PARTS)
 @pytest.mark.slow
 def test_vmap_over_a_batch():
     f = lambda x: (x.lengths, x.offsets, x.to_padded(3), x.to_multi_hot(7))
+    again = lambda x: make.from_lengths(x.values, x.lengths)
     turn = lambda x: make.from_segment_ids(x.values, 1 - x.segment_ids, 2).sort()
-
-    @jax.jit
-    def run(batch, last):
-        got = jax.vmap(f)(batch)
-        _, scanned = jax.lax.scan(lambda last, x: (x, f(x)), last, batch)
-        made = jax.vmap(make.from_lengths)(batch.values, got[0])
-        return got, scanned, made, jax.vmap(turn)(batch)
-
-    got, scanned, made, turned = jax.tree.map(np.asarray, run(STACKED, PARTS[1]))
+    scan = lambda batch: jax.lax.scan(lambda last, x: (x, f(x)), PARTS[1], batch)[1]
+    maps = [jax.vmap(g) for g in (f, again, turn)]
+    run = jax.jit(lambda batch: [g(batch) for g in (*maps, scan)])
+    got, made, turned, scanned = jax.tree.map(np.asarray, run(STACKED))
     assert_trees_close(scanned, got)
     for i, part in enumerate(PARTS):
         assert_trees_close(jax.tree.map(lambda x, i=i: x[i], got), jax.jit(f)(part))
@@ -412,11 +408,8 @@ def test_gradients_of_values(x64):
 
 def test_values_keep_their_type():
     for dtype in (jnp.bfloat16, jnp.float16, jnp.int8, jnp.uint32, bool):
-        values, filler = (
-            np.array([1, 0, 1]).astype(dtype),
-            False if dtype is bool else 0,
-        )
-        x = make.from_lengths(values, [1, 2], capacity=4)
+        x = make.from_lengths(np.array([1, 0, 1]).astype(dtype), [1, 2], capacity=4)
+        filler = False if dtype is bool else 0
         padded = jax.jit(lambda x, filler=filler: x.to_padded(2, filler))(x)
         assert x.values.dtype == padded.dtype == dtype
     same = make.from_lengths(np.array([-0.0, np.nan], np.float32), [2])
