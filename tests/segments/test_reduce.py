@@ -119,25 +119,24 @@ def test_axes_of_data(shape):
 )
 def test_calls_of_jax_ops_are_served(name, dtype):
     x = np.arange(1, 2 * N + 1).reshape(N, 2).astype(dtype)
-    some, ascending = np.array([0, 3, -1, 3, 0, 0, 1, 1, -7]), np.sort(IDS)
+    flags, ids = np.arange(N) > 4, np.sort(IDS.clip(0, S - 1))
     drop = jax.lax.GatherScatterMode.FILL_OR_DROP
 
-    def calls(f, x):
-        outs = [
+    def calls(f, x, flags):
+        return [
             f(x, IDS, num_segments=S),
-            f(x, ascending, num_segments=S, indices_are_sorted=True),
+            f(x, np.sort(IDS), num_segments=S, indices_are_sorted=True),
             f(x, np.arange(N), num_segments=S, unique_indices=True, mode="drop"),
             f(x, IDS, num_segments=S, mode="clip", bucket_size=4),
             f(x, IDS, num_segments=S, mode=drop),
-            f(x, segment_ids=some),
-            f(x, ascending.clip(0, S - 1), S, True),
+            f(x, ids, S, True),
+            *([f(flags, ids, 5)] if name in ("max", "min") else []),
         ]
-        return [*outs, f(np.arange(N) > 4, some, 5)] if name in ("max", "min") else outs
 
-    namesake = getattr(jax.ops, f"segment_{name}")
-    assert_trees_close(
-        *jax.jit(lambda x: (calls(ours(name), x), calls(namesake, x)))(x)
-    )
+    pair = ours(name), getattr(jax.ops, f"segment_{name}")
+    assert_trees_close(*jax.jit(lambda *xs: [calls(f, *xs) for f in pair])(x, flags))
+    ids = np.array([0, 3, -1, 3, 0, 0, 1, 1, -7])
+    assert_trees_close(*(f(x, segment_ids=ids) for f in pair))
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.uint32, np.int64, np.uint64])
