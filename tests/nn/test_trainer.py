@@ -20,6 +20,8 @@ from sparsejax.store._tree_tables import ListedTable
 pytestmark = pytest.mark.usefixtures("loose_promotion")  # optax's own arithmetic is
 
 V, D = 211, 4
+# One object for all stores, so that its programs are compiled once.
+SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +85,13 @@ def trainer(tx=None, **options):
     options = {"inputs": lambda batch: batch["x"], "key": 7} | options
     block = options.pop("block", Model())
     store = options.pop("store", None) or sj.store.KVStore()
-    return Trainer(block, store, loss_of, tx or optax.sgd(0.1), **options)
+    return Trainer(block, store, loss_of, tx or SGD, **options)
 
 
 def squared(block, store=None, **options):
     """A trainer whose batches are the inputs."""
     loss = lambda out, batch: jnp.mean(out**2)
-    return Trainer(block, store or sj.store.KVStore(), loss, optax.sgd(0.1), **options)
+    return Trainer(block, store or sj.store.KVStore(), loss, SGD, **options)
 
 
 def fit(made, data, prefetch=0, **options):
@@ -146,7 +148,7 @@ def test_trains_as_whole_tables_do(sparse_hours):
 @pytest.mark.slow
 def test_prefetch_has_the_same_bits_and_compilations_are_few():
     data = [*batches(3, most=9), *batches(3, seed=2)]
-    one, two = trainer(optax.adam(0.1)), trainer(optax.adam(0.1))
+    one, two = trainer(ADAM), trainer(ADAM)
     want = fit(one, data)
     assert_same_bits(fit(two, iter(data), prefetch=2), want)
     jax.tree.map(assert_same_bits, state_of(two), state_of(one))
@@ -173,7 +175,7 @@ def test_whose_arrays_are_donated():
     block, loss = Scaled(V, D, name="item"), lambda out, batch: jnp.sum(out**2)
     for _ in range(2):
         store = sj.store.KVStore()
-        made = Trainer(block, store, loss, tx, params=params, table_tx=optax.sgd(0.1))
+        made = Trainer(block, store, loss, tx, params=params, table_tx=SGD)
         made.step(jnp.array([1]))
     assert float(params["w"][0]) == 1
 
@@ -211,11 +213,10 @@ def test_a_block_in_the_step_of_the_store():
     one, two = trainer(), trainer()
     store, block = two.store, two.block
     params = {"dense": two.params, "tables": {n: store[n] for n in store.names()}}
-    tx = optax.sgd(0.1)
     step = store.train_step(
-        lambda p, batch: loss_of(block(p["tables"], p["dense"], batch["x"]), batch), tx
+        lambda p, batch: loss_of(block(p["tables"], p["dense"], batch["x"]), batch), SGD
     )
-    state = tx.init(params)
+    state = SGD.init(params)
     for batch in map(in_one_shape, batches(3)):
         params, state, loss = step(params, state, batch)
         np.testing.assert_allclose(loss, one.step(batch), rtol=1e-5)
@@ -283,7 +284,7 @@ def test_a_table_for_reading_is_not_trained():
     assert (store.pull_all("read") == 1).all()
     # Optimizers only for the tables that the store does not have.
     block = SparseEmbedding(5, 2, name="read")
-    assert squared(block, store, table_tx={"half": optax.sgd(0.1)}).steps == 0
+    assert squared(block, store, table_tx={"half": SGD}).steps == 0
 
 
 # ------------------------------------------------------------------ wrong batches
@@ -347,7 +348,7 @@ def test_errors_of_batch_and_loss_train_nothing(checked):
             fit(made, [wide], prefetch=prefetch)
     assert made.steps == 0 and not made.store.pull_all("t").any()
     block = SparseEmbedding(5, 2, name="item", mode=mode)
-    made = Trainer(block, sj.store.KVStore(), broken, optax.sgd(0.1), checked=checked)
+    made = Trainer(block, sj.store.KVStore(), broken, SGD, checked=checked)
     with pytest.raises(ValueError, match="^something else"):
         made.step(jnp.array([1]))
 
@@ -357,10 +358,10 @@ def test_errors_of_batch_and_loss_train_nothing(checked):
 
 def test_resumes_bit_for_bit(tmp_path):
     """The store saves the tables; the dense leaves are trees that any library saves."""
-    one, data = trainer(optax.adam(0.1)), list(batches(6))
+    one, data = trainer(ADAM), list(batches(6))
     fit(one, data[:3])
     one.store.save(tmp_path / "store")
-    other = trainer(optax.adam(0.1), key=8)
+    other = trainer(ADAM, key=8)
     first = trainer().store.pull_all("item")  # by its key, and those of `words` are 0
     assert not np.array_equal(other.store.pull_all("item"), first)
     assert not other.store.pull_all("words").any()

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 24, 2
 ONES = jax.nn.initializers.ones
-ADAGRAD = sj.optim.adagrad(0.1)
+SGD, ADAGRAD = optax.sgd(1.0), sj.optim.adagrad(0.1)
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -133,14 +133,14 @@ def test_kinds_of_keys():
 
 @pytest.mark.parametrize("first", [2**31 - 1, 1_764_000_000_000, 2**63 - 3])
 def test_steps_of_any_size(first):
-    store = store_of(2, optax.sgd(1.0))
+    store = store_of(2, SGD)
     for key, more in (7, 0), (9, 1), (7, 2), (4, 2):
         _, evicted = insert(store, [key], first + more)
     assert evicted == [1] and index_of(store).last_step.tolist() == [first + 2] * 2
 
 
 def test_a_row_that_was_used_without_a_key_starts_anew():
-    store = store_of(8, optax.sgd(1.0))
+    store = store_of(8, SGD)
     grad: Any = sj.SelectedRows([0, 5], np.ones((2, D), np.float32), 8)
     store.push("t", grad)
     assert insert(store, np.arange(8), 0)[0] == list(range(8))
@@ -243,7 +243,7 @@ def test_after_a_kill_a_row_without_a_key_is_free(tmp_path):
 @pytest.mark.parametrize("depth", [0, 3])
 def test_prefetch_evicts_no_key_in_flight(depth):
     """The weight of a key counts its pushes since it got its row."""
-    store = store_of(16, optax.sgd(1.0))
+    store = store_of(16, SGD)
     rng = np.random.default_rng(3)
     batches = [(k, np.unique(rng.zipf(1.4, 4) % 30 + k // 4)) for k in range(60)]
     weights: dict[int, int] = {}
@@ -322,7 +322,7 @@ def test_keys_that_came_since_a_flush_have_fresh_rows(tmp_path):
 
 
 def test_a_cached_table_may_get_keys_but_lose_none():
-    store = store_of(3, optax.sgd(1.0))
+    store = store_of(3, SGD)
     sj.store.CachedTable(store, "t", 3)
     insert(store, [1, 2, 3], 0)
     with pytest.raises(RuntimeError, match="in a CachedTable cannot change hands"):

@@ -25,6 +25,8 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D = 60, 5
 NORMAL = jax.nn.initializers.normal(0.1)
+# One object for all stores, so that its programs are compiled once.
+SGD, ADAM, ADAGRAD = optax.sgd(1.0), optax.adam(0.1), optax.adagrad(0.1)
 
 
 def weights(seed=0, shape=(V, D), dtype: Any = np.float32):
@@ -81,7 +83,7 @@ def test_ids_out_of_range():
 @pytest.mark.parametrize("shape", [(V,), (V, 2, 3), (V, 0)])
 def test_rows_of_any_rank(shape):
     table = weights(shape=shape)
-    store = store_of(table, optax.sgd(1.0))
+    store = store_of(table, SGD)
     grad = sj.SelectedRows([4, 4], jnp.ones((2, *shape[1:])), V)
     store.push("t", grad)
     table[4] -= 2
@@ -111,7 +113,7 @@ TRANSFORMATIONS = {
     "clipped": lambda: optax.chain(
         optax.scale_by_rms(eps=0.0, initial_scale=1.0), optax.clip_by_global_norm(0.5)
     ),
-    "adagrad": lambda: optax.adagrad(0.1),
+    "adagrad": lambda: ADAGRAD,
     "ftrl": lambda: sj.optim.ftrl(0.5, l1=0.01, l2=0.01),
     "hyperparams": lambda: optax.inject_hyperparams(optax.rmsprop)(learning_rate=0.1),
 }
@@ -137,8 +139,9 @@ def test_push_is_lazy_on_the_device(name):
         grad = grad.map(lambda v: v / 7)
         table, state = step(table, state, grad)
         store.push("t", grad)
-        ids = rng.integers(0, V, 9)
-        assert_trees_close(store.pull("t", ids).get(ids), np.asarray(table)[ids])
+        ids = np.unique(rng.integers(0, V, 9))
+        pulled = store.pull("t", ids, capacity=9).values
+        assert_trees_close(np.asarray(pulled)[: ids.size], np.asarray(table)[ids])
     assert_trees_close(store.pull_all("t"), table)
     kept = store.engine.tables["t"]
     leaves = [*kept.by_row, *kept.rest]
@@ -153,7 +156,7 @@ def test_push_is_lazy_on_the_device(name):
 
 
 def test_training_on_pulled_rows_is_training_on_the_table():
-    tx = sj.optim.lazy(optax.adagrad(0.1))
+    tx = sj.optim.lazy(ADAGRAD)
     store = store_of(weights(), tx)
     same = assert_same_bits if jax.default_backend() == "cpu" else assert_trees_close
 
@@ -186,7 +189,7 @@ def test_training_on_pulled_rows_is_training_on_the_table():
 
 def test_a_list_of_gradients_is_summed():
     parts = [make_rows(r, V, (D,), seed=len(r))[0] for r in ([3, 5], [5, 9, V])]
-    one, other = (store_of(weights(), optax.adam(0.1)) for _ in "12")
+    one, other = (store_of(weights(), ADAM) for _ in "12")
     one.push("t", parts)
     other.push("t", sj.concatenate(parts))
     assert_same_bits(one.pull_all("t"), other.pull_all("t"))
@@ -194,7 +197,7 @@ def test_a_list_of_gradients_is_summed():
 
 
 def test_nothing_pushed_moves_nothing_but_the_count():
-    store = store_of(weights(), optax.adam(0.1))
+    store = store_of(weights(), ADAM)
     store.push("t", sj.SelectedRows([V, V], jnp.full((2, D), jnp.nan), V))
     assert_same_bits(store.pull_all("t"), weights())
     (count,) = store.engine.tables["t"].rest
@@ -202,7 +205,7 @@ def test_nothing_pushed_moves_nothing_but_the_count():
 
 
 def test_what_is_refused_changes_nothing():
-    store: Any = store_of(weights(), optax.sgd(1.0))
+    store: Any = store_of(weights(), SGD)
     rows_of = lambda rows, height=V: sj.SelectedRows(rows, jnp.ones((2, D)), height)
     for rows in ([-3, 1], [1, V + 1], [2**31 - 1, V]):
         for call in store.push, store.assign:
@@ -221,7 +224,7 @@ def test_what_is_refused_changes_nothing():
         lambda: jax.vmap(lambda i: store.row_sparse_pull("t", i))(ids),
         lambda: jax.lax.scan(lambda c, i: (c, store.pull("t", i)), 0, ids),
         lambda: jax.jit(lambda v: store.push("t", grad(v)))(array[:2]),
-        lambda: jax.jit(lambda a: store.init("u", a, optax.sgd(1.0)))(array),
+        lambda: jax.jit(lambda a: store.init("u", a, SGD))(array),
         lambda: jax.jit(lambda a: store.assign("t", a))(array),
     ):
         with pytest.raises(TypeError, match="is in host memory"):
@@ -256,13 +259,13 @@ def test_the_step_gathers_nothing_and_writes_to_no_argument(make):
 def test_the_program_borrows_neither_counts_nor_rows(tmp_path):
     """The store changes the count in place, and pushes only to rows not handed out."""
     height, width, count = 5000, 16, 4096
-    with store_of((height, width), optax.adam(0.1), path=tmp_path / "table") as store:
+    with store_of((height, width), ADAM, path=tmp_path / "table") as store:
         for steps in range(1, 4):  # with the count on its own page
             ones = jnp.ones((count, width))
             store.push("t", sj.SelectedRows(np.arange(count), ones, height))
             assert store.engine.tables["t"].rest[0] == steps
     table = weights(shape=(height, width))
-    store, out, expected = store_of(table, optax.sgd(1.0)), [], table[:count]
+    store, out, expected = store_of(table, SGD), [], table[:count]
     for _, rows in store.prefetch([np.arange(count)] * 4, lambda ids: ids, depth=2):
         out.append((rows.values, np.array(rows.values)))
         store.push("t", rows.map(jnp.ones_like))
@@ -312,7 +315,7 @@ def test_names_and_closing():
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_closing_inside_of_a_loop(depth):
-    store = store_of((V, D), optax.sgd(1.0))
+    store = store_of((V, D), SGD)
     with pytest.raises(ValueError, match="this store is closed"):
         for _, rows in store.prefetch([[1], [2], [1]], np.array, depth=depth):
             store.push("t", rows.map(jnp.ones_like))
@@ -323,7 +326,7 @@ def test_closing_inside_of_a_loop(depth):
 
 
 def test_assigned_rows_are_read():
-    store = store_of((V, D), optax.adam(0.1))
+    store = store_of((V, D), ADAM)
     store.push("t", sj.SelectedRows([2], jnp.ones((1, D)), V))
     state = [x.copy() for x in store.engine.tables["t"].by_row]
     rows = np.array([7, V, 2, V])  # two empty slots
@@ -344,7 +347,7 @@ def test_assigned_rows_are_read():
 @pytest.mark.slow
 def test_rows_start_the_same_in_any_order():
     rng = np.random.default_rng(0)
-    tx, options = optax.adagrad(0.1), dict(initializer=NORMAL, key=7)
+    tx, options = ADAGRAD, dict(initializer=NORMAL, key=7)
     stores = [store_of((1000, 3), tx, **options) for _ in range(3)]
     for store in stores[:2]:  # batches of other sizes and orders
         for size in rng.integers(1, 200, 12):
@@ -394,7 +397,7 @@ def test_the_state_of_a_row_starts_with_the_row():
 
 
 def test_stats_count():
-    store = store_of((V, D), optax.adam(0.1))
+    store = store_of((V, D), ADAM)
     store.pull("t", [1, 2, 2])
     store.push("t", make_rows([2, 9], V, (D,))[0])
     stats = store.stats()["t"]
@@ -416,8 +419,8 @@ def test_pull_all_reports():
 @pytest.mark.slow
 def test_under_x64(x64):
     table = weights()
-    store = store_of(table, optax.adagrad(0.1))
-    store.init("wide", weights(dtype=np.float64), optax.adam(0.1))
+    store = store_of(table, ADAGRAD)
+    store.init("wide", weights(dtype=np.float64), ADAM)
     ids = jnp.array([2, 7])
     assert ids.dtype == jnp.int64
     find = jax.jit(sj.grad(lambda t: jnp.sum(sj.lookup(t, ids) ** 2)))
@@ -439,7 +442,7 @@ def test_under_a_mesh(axis_type):
     axis_types = (jax.sharding.AxisType[axis_type],)
     mesh = jax.make_mesh((8,), ("x",), axis_types=axis_types)
     with jax.set_mesh(mesh):
-        store = store_of((V, D), optax.adagrad(0.1), initializer=NORMAL)
+        store = store_of((V, D), ADAGRAD, initializer=NORMAL)
         start = store.pull_all("t")
         sharded = jax.NamedSharding(mesh, jax.P("x"))
         values = jax.device_put(np.ones((8, D), np.float32), sharded)
