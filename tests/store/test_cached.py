@@ -1,5 +1,6 @@
 """CachedTable: training has the bits of the whole table on the device."""
 
+import functools
 import shutil
 from typing import Any
 
@@ -62,6 +63,13 @@ def in_order(starts, size=BATCH, stride=1):
     return [(ids + start, labels) for start in starts]
 
 
+# Depths of prefetching, and the batches that are trained on at each.
+PARTS = {
+    1: [*make_batches(15)],
+    None: [*make_batches(15, seed=1)],
+    # Two sets of rows in turn: rows leave and come up again at once.
+    2: in_order([0, 1] * 6, stride=2),
+}
 LIFTED = {name: sj.optim.lazy(tx) for name, tx in TX.items()}
 W = jnp.full((D,), jnp.float32(0.5))
 
@@ -83,6 +91,11 @@ def train_whole(tx, batches) -> tuple[Any, Any, list]:
     table = store.engine.tables["items"]
     weights = {"items": store.pull_all("items"), "w": params["w"]}
     return weights, (state, [*map(np.copy, table.by_row)]), losses
+
+
+@functools.cache
+def train_parts():
+    return train_whole("adam", sum(PARTS.values(), []))
 
 
 def assert_trained(store, params, state, whole):
@@ -122,15 +135,7 @@ def late_reads(cache):
 @pytest.mark.parametrize(
     ("tx", "slots", "parts"),
     [
-        (
-            *("adam", SLOTS),
-            # Two sets of rows in turn: rows leave and come up again at once.
-            {
-                1: [*make_batches(15)],
-                None: [*make_batches(15, seed=1)],
-                2: in_order([0, 1] * 6, stride=2),
-            },
-        ),
+        ("adam", SLOTS, PARTS),
         ("rowwise_adagrad", V - 1, {0: [*make_batches(20)]}),
         # Hardly more slots than the distinct rows of a step.
         pytest.param(
@@ -140,12 +145,9 @@ def late_reads(cache):
     ids=["some_slots", "many_slots", "few_slots"],
 )
 def test_the_bits_do_not_depend_on_slots(tx, slots, parts):
-    """And are those of an array of all rows, with `value_and_grad` and `lazy`.
-
-    Each part of the batches is trained on at another depth.
-    """
+    """And are those of an array of all rows, with `value_and_grad` and `lazy`."""
     batches = sum(parts.values(), [])
-    whole = train_whole(tx, batches)
+    whole = train_parts() if parts is PARTS else train_whole(tx, batches)
     weights, (_, by_row), _ = whole
     params = {"items": jnp.asarray(new_store(tx).pull_all("items")), "w": W}
     tables = {"items": True, "w": False}
@@ -290,7 +292,7 @@ def test_the_least_recently_used_rows_leave(height, count, most):
 
 def test_a_copy_is_what_was_flushed(tmp_path):
     """A copy of table and journal equals the files that a kill leaves."""
-    batches, journal = [*make_batches(30)], tmp_path / "table.journal"
+    batches, journal = sum(PARTS.values(), []), tmp_path / "table.journal"
     store, cache, params, state, step = start("adam", path=tmp_path / "table")
     _, params, state = run_steps(step, params, state, batches[:10])
     assert cache.step is None
@@ -305,7 +307,7 @@ def test_a_copy_is_what_was_flushed(tmp_path):
     assert cache.stats().written_rows > 40
     _, params, state = run_steps(step, params, state, batches[20:])
     cache.flush(params, state)
-    assert_trained(store, params, state, train_whole("adam", batches))
+    assert_trained(store, params, state, train_parts())
     assert cache.step is None  # of this flush
     cache.close()
     store.close()
