@@ -150,7 +150,7 @@ def test_admission_after_k_sightings_and_order_in_a_batch():
 
 def test_where_leaves_padding_out():
     index = sj.HashIndex.create(8)
-    keys, mask = jnp.array([[5, -1], [-1, 6]]), jnp.eye(2, dtype=bool)
+    keys, mask = np.array([[5, -1], [-1, 6]], np.int32), np.eye(2, dtype=bool)
     index, rows, _ = insert(index, keys, 0, where=mask)
     assert rows.tolist() == [[0, 8], [8, 1]]
     assert index.items()[0].tolist() == [5, 6]
@@ -256,24 +256,30 @@ def test_in_place():
     assert_written_in_place(compiled, arrays, 200_000)
 
 
+OWNERS = 8
+
+
+@jax.jit
+def insert_mine(index, given):
+    """Inserts the keys of an owner."""
+    step, owner, keys = given
+    mine = index.owners(keys, OWNERS) == owner
+    index, rows, evicted = index.insert(keys, step, where=mine)
+    return index, (rows, evicted, mine)
+
+
 @pytest.mark.usefixtures("eight_devices")
 @pytest.mark.parametrize("over", ["vmap", "shard_map"])
 def test_one_index_for_each_owner_of_keys_in_a_scan(over):
     """Each inserts the keys that it owns, as one alone does."""
-    count, steps = 8, 12
+    count, steps = OWNERS, 12
     rng = np.random.default_rng(1)
     keys = rng.zipf(1.3, (steps, 24)) % 60 + np.arange(steps)[:, None]
     batches = sj.HashIndex.split_keys(keys * 7_919)
 
-    def body(index, given):
-        step, owner, keys = given
-        mine = index.owners(keys, count) == owner
-        index, rows, evicted = index.insert(keys, step, where=mine)
-        return index, (rows, evicted, mine)
-
     def run(owner, index, batches):
         owners = jnp.broadcast_to(owner, steps)
-        return lax.scan(body, index, (jnp.arange(steps), owners, batches))
+        return lax.scan(insert_mine, index, (jnp.arange(steps), owners, batches))
 
     every: Any = jax.vmap(run, (0, 0, None))
     if over == "shard_map":
@@ -284,17 +290,16 @@ def test_one_index_for_each_owner_of_keys_in_a_scan(over):
         stacked = lambda *args: jax.tree.map(lambda x: x[None], of_first(*args))
         every = jax.shard_map(stacked, mesh=mesh, **specs)
     alone = sj.HashIndex.create(5, key_bits=64)
-    empty = jax.tree.map(lambda x: jnp.stack([x] * count), alone)
-    found = jax.jit(every)(jnp.arange(count), empty, batches)
+    empty = jax.tree.map(lambda x: np.stack([x] * count), alone)
+    found = jax.jit(every)(np.arange(count), empty, batches)
     indexes, found = jax.device_get(found)
     assert f"{count} x 5 rows" in repr(indexes) and indexes.num_evicted.any()
     assert (found[-1].sum(axis=0) == 1).all()  # a key has one owner
-    one = jax.jit(body)
     for owner in range(count):
         index = alone
         for step in range(steps):
-            given = jnp.array(step), jnp.array(owner), batches[step]
-            index, expected = one(index, given)
+            given = np.array(step), np.array(owner), batches[step]
+            index, expected = insert_mine(index, given)
             for x, y in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(x[owner, step], y)
         jax.tree.map(lambda x, y, k=owner: assert_same_bits(x[k], y), indexes, index)

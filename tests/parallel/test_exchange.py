@@ -143,6 +143,13 @@ def rounded(x):
     return x.astype(BF16).astype(x.dtype)
 
 
+def loss_of_rows(table, ids):
+    return jnp.sum(jnp.sin(sj.lookup(table, ids)) * 3)
+
+
+gradient_of_rows = jax.jit(jax.grad(loss_of_rows))
+
+
 @pytest.mark.parametrize(
     ("mesh", "capacity"),
     [
@@ -154,11 +161,10 @@ def rounded(x):
 def test_rows_and_gradients_are_rounded_once(mesh, capacity):
     weights, ids = table_of(V, D), np.random.default_rng(1).integers(0, V, 64)
     table, split = on_mesh(mesh, weights, capacity=capacity)
-    loss_fn = lambda table, ids: jnp.sum(jnp.sin(sj.lookup(table, ids)) * 3)
 
     @jax.jit
     def step(table, ids):
-        grad = sj.grad(loss_fn)(table, ids)
+        grad = sj.grad(loss_of_rows)(table, ids)
         tx = sj.optim.lazy(optax.sgd(1.0))
         updates, _ = tx.update(grad, tx.init(table), table)
         after = optax.apply_updates(table, updates)
@@ -169,7 +175,7 @@ def test_rows_and_gradients_are_rounded_once(mesh, capacity):
     read = weights if mesh == "8 replicas" else rounded(weights)
     assert found.dtype == jnp.float32
     np.testing.assert_array_equal(found, read[ids])
-    expected = jax.jit(jax.grad(loss_fn))(jnp.asarray(read), ids)
+    expected = gradient_of_rows(read, ids)
     assert merged.dtype == after.dtype == jnp.float32
     same, merged, after = map(np.asarray, whole((table, merged, after)))
     np.testing.assert_array_equal(same, weights)  # itself not rounded
