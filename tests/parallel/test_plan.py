@@ -329,9 +329,9 @@ def test_the_sums_of_bags_are_sent(layout):
         shard.data.unsafe_buffer_pointer()
         for shard in params["tables"][name].values.addressable_shards
     ]
-    params, state, _ = step(params, state, batch)
+    params, state, _ = compiled(params, state, batch)
     before = where(params)
-    params, *_ = step(params, state, batch)
+    params, *_ = compiled(params, state, batch)
     assert where(params) == before
 
 
