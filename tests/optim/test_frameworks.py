@@ -251,9 +251,10 @@ def test_questions(framework):
         optax.tree.norm(jax.grad(loss)(p)),
     )
     assert_trees_close(*jax.jit(norms)(model.params))
-    assert optim.is_row_separable(optax.adam(LR), model.params)
+    adam = optax.adam(LR)
+    assert optim.is_row_separable(adam, model.params)
     assert not optim.is_row_separable(optax.lamb(LR), model.params)
-    assert not optim.is_lazy_exact(optax.adam(LR), model.params)
+    assert not optim.is_lazy_exact(adam, model.params)
 
 
 def test_a_whole_model():

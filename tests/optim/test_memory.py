@@ -86,7 +86,7 @@ READS = {
     "name, keeps_rows, read",
     [
         ("sgd", False, "index"),
-        ("adam", True, "take"),
+        ("sgd", False, "take"),
         ("adam", True, "lookup"),
         ("sgd", False, "clip"),
     ],
