@@ -53,10 +53,10 @@ def retrieval_loss(queries, candidates, ids, log_q, temperature):
 
 def scale_of(layer):
     """The factor of the bag of rows 4 and 1, with weights 1 and 2."""
-    params = layer.init(jax.random.key(0))
-    (table,) = params.values()
-    bag = layer(params, {"clicked": WEIGHTED})["clicked"][0]
-    return bag / (np.asarray(table)[4] + 2 * np.asarray(table)[1])
+    params = jax.jit(layer.init)(jax.random.key(0))
+    (table,) = map(np.asarray, params.values())
+    bags = jax.jit(layer)(params, {"clicked": WEIGHTED})["clicked"]
+    return np.asarray(bags)[0] / (table[4] + 2 * table[1])
 
 
 def first_step(tx):
