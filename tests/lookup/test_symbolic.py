@@ -92,6 +92,7 @@ OF_ROWS = {
 }
 GRADIENTS = {
     "index": lambda t, ids: t[ids],
+    "take": lambda t, ids: jnp.take(t, ids, axis=0),
     "view": lambda t, ids: (2.0 * t)[ids + 1],
     "vmap": lambda t, ids: jax.vmap(lambda i: t[i])(ids),
     "bag": lambda t, ids: sj.embedding_bag(t, jnp.stack([ids, ids], 1)),
@@ -128,7 +129,7 @@ PROGRAMS = {
     },
     **{
         f"padded bags, {combiner}": (padded_bags(combiner), TABLE, PADDED)
-        for combiner in ("max", "logsumexp")
+        for combiner in ("max", "min", "logsumexp")
     },
 }
 

@@ -13,15 +13,10 @@ FOUND: dict[tuple[str, str], str] = {}
 @pytest.mark.parametrize("row", tables_table.ROWS)
 def test_a_row_of_the_table_is_tried(row):
     call = tables_table.ROWS[row]
-    own = {
-        (row, name): tables_table.tried(row, call, name) for name in tables_table.KINDS
-    }
-    FOUND.update(own)
-    (line,) = [
-        x
-        for x in tables_table.PAGE.read_text().splitlines()
-        if x.startswith(f"| {row} |")
-    ]
+    own = {name: tables_table.tried(row, call, name) for name in tables_table.KINDS}
+    FOUND.update({(row, name): found for name, found in own.items()})
+    lines = tables_table.PAGE.read_text().splitlines()
+    (line,) = [x for x in lines if x.startswith(f"| {row} |")]
     works = [cell.strip().startswith("yes") for cell in line.split("|")[2:-1]]
     assert works == [x == "yes" for x in own.values()], own
 

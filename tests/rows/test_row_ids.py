@@ -394,9 +394,7 @@ MOVES = {
         )
     ),
     "checkpoint": lambda g, h: jax.checkpoint(jax.jit(lambda x: x))(g),
-    "auxiliary output": lambda g, h: jax.grad(lambda s: (s * s, g), has_aux=True)(1.0)[
-        1
-    ],
+    "auxiliary output": lambda g, h: jax.vjp(lambda s: (s, g), 1.0, has_aux=True)[2],
     "block_until_ready": lambda g, h: jax.block_until_ready(g),
     "roll": first(lambda x: jnp.roll(jnp.roll(x, 1, axis=0)[::-1], 1, axis=0)[::-1]),
     "split": first(lambda x: jnp.concatenate(jnp.split(x, [1]))),

@@ -144,7 +144,7 @@ def test_models_that_failed(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind, examples", [("programs", 3), ("models", 4), ("chains", 2)]
+    "kind, examples", [("programs", 3), ("models", 8), ("chains", 3)]
 )
 def test_random_cases(kind, examples):
     counts, failure = search(kind, 0, examples)

@@ -146,20 +146,17 @@ def test_equals_jax_grad(names, form, x64):
 @pytest.mark.parametrize("name, form", TRANSFORMED)
 def test_under_vmap_and_differentiated_again(name, form, x64):
     loss, table = _loss(PROGRAMS[name][0]), _table(form)
-    of_two = lambda grad, t: jax.vmap(grad)(jnp.stack([t, -t]))
+    sparse = lambda t: sj.grad(loss, tables=True)(t).to_dense()
+    dense, two = jax.grad(loss), np.stack([table, -table])
 
     @jax.jit
-    def run(table):
-        sparse, dense = (
-            lambda t: sj.grad(loss, tables=True)(t).to_dense(),
-            jax.grad(loss),
-        )
+    def run(table, two):
         twice = jax.grad(lambda t: jnp.sum(jnp.sin(sparse(t))))(table)
         # Forward: jaxlib 0.7.2 compiles two of jax.grad to other numbers.
         slope = jax.jvp(dense, (table,), (jnp.cos(dense(table)),))[1]
-        return (of_two(sparse, table), twice), (of_two(dense, table), slope)
+        return (jax.vmap(sparse)(two), twice), (jax.vmap(dense)(two), slope)
 
-    for got, expected in zip(*run(table), strict=True):
+    for got, expected in zip(*run(table, two), strict=True):
         _close(got, expected)
 
 
