@@ -222,7 +222,7 @@ def test_tables_as_prefix_and_callable(tables, is_sparse):
 
 @pytest.mark.parametrize("leaves", [(True, False), (True, None), (None, None)])
 def test_tables_is_a_tree_that_can_be_called(leaves):
-    model, tables = Callable(np.ones((5, 2)), np.ones(2)), Callable(*leaves)
+    model, tables = Callable(np.ones((5, 2), "f"), np.ones(2, "f")), Callable(*leaves)
     loss = lambda model, ids: model(ids)
     g = jax.jit(sj.grad(loss, tables=tables))(model, IDS)
     assert is_rows(g.table) == bool(leaves[0])
