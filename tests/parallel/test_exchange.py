@@ -200,8 +200,8 @@ def test_owners_add_in_float32(mesh):
 
     @jax.jit
     def step(t, ids):
-        merged = sj.grad(read)(t, ids).map(lambda g: g.coalesce())
-        after = optax.apply_updates(t, -sj.grad(read)(t, ids))
+        grad = sj.grad(read)(t, ids)
+        merged, after = grad.map(lambda g: g.coalesce()), optax.apply_updates(t, -grad)
         # The last is of the transpose of the read, without rows.
         return after, merged, jax.grad(read)(t, ids)
 

@@ -197,7 +197,8 @@ def test_other_reads():
     add up. Both kinds of gradients then meet in one ShardedRows.
     """
     layer, (place, *_) = collection(max_norm=0.5), on_mesh("2 hosts of 4")
-    stack, ids = make_params()["stack"], dict(make_batch(0, batch=5)["ids"])
+    stack, ids = make_params()["stack"], make_batch(0, batch=5)["ids"]
+    del ids["seen"]  # as "bought"
     ids["bought"][0, 0], ids["day"][2, 2] = 40, 99
     lists = [[3, 22], [], [5, 5, 5], [1], [0]]
     ids |= {"shop": sj.SegmentTensor.from_lists(lists)}
