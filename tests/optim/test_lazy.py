@@ -121,17 +121,15 @@ def test_a_clip_after_momentum_sees_the_rows_read():
         assert np.isclose(norm, 0.1, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        optax.chain(optax.adagrad(LR), optax.clip_by_global_norm(0.01)),
-        optax.adam(LR, eps=0.0),  # an empty slot is 0 / 0 inside
-    ],
-)
-def test_empty_slots_take_no_part(tx):
+def test_empty_slots_take_no_part():
+    txs = {
+        "clip": optax.chain(optax.adagrad(LR), optax.clip_by_global_norm(0.01)),
+        "eps of 0": optax.adam(LR, eps=0.0),  # an empty slot is 0 / 0 inside
+    }
     values = np.full((4, D), np.nan, np.float32)
     values[0] = 1.0
-    check_steps(tx, ones(V, D), [sj.SelectedRows(np.array([3, V, V, V]), values, V)])
+    grads = sj.SelectedRows(np.array([3, V, V, V]), values, V)
+    check_steps_of_each(txs, ones(V, D), [grads])
 
 
 @pytest.mark.parametrize("complex_leaf", ["table", "w"])
