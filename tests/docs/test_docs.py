@@ -136,13 +136,13 @@ def test_a_knowledge_graph_is_learned(tmp_path, monkeypatch, shared_data):
     monkeypatch.chdir(tmp_path)
     graph = np.load(shared_data / "codex_m" / "codex_m.npz")
     counts = np.bincount(graph["train"][:, [0, 2]].ravel())
-    frequent = np.argsort(-counts, kind="stable")[:400]
+    frequent = np.argsort(-counts, kind="stable")[:250]
     for name in ("train", "valid", "test"):
         triples = graph[name]
         kept = triples[np.isin(triples[:, [0, 2]], frequent).all(1)]
         np.savetxt(f"{name}.txt", kept, "%d", delimiter="\t")
     found = pages.run_page(pages.DOCS / "howto" / "graphs.md")
-    assert found["mrr"] > 0.6
+    assert found["mrr"] > 0.75
 
 
 @pytest.mark.parametrize("folder", ["howto", "explain", "reference"])
