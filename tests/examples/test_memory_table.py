@@ -44,27 +44,24 @@ def bits(lines):
 
 
 @pytest.mark.slow
-def test_the_places_agree_and_the_memory_helps(run):
-    losses, lines = run("device", 20_000, 30)
-    _, without = run("device", 0, 30)
+def test_the_places_agree_the_memory_helps_and_runs_resume(run, tmp_path):
+    runs = {where: run(where, 20_000, 20) for where in ("device", "store", "file")}
+    losses, lines = runs["device"]
+    _, without = run("device", 0, 20)
     assert bits(lines) < bits(without) - 0.3
     for where in "store", "file":
-        same, lines_of_store = run(where, 20_000, 30)
+        same, lines_of_store = runs[where]
         np.testing.assert_allclose(same, losses, atol=2e-3)
         assert abs(bits(lines_of_store) - bits(lines)) < 5e-3
         assert re.match(r"[\d,]+ rows touched, [\d,]+ MiB resident", lines_of_store[-1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["device", "file"])
-def test_a_run_resumes(run, tmp_path, where):
-    save = "--save", tmp_path / "model.save"
-    whole, lines = run(where, 20_000, 20)
-    (tmp_path / "memory.rows").unlink(missing_ok=True)
-    first, _ = run(where, 20_000, 10, *save)
-    later, resumed = run(where, 20_000, 20, *save)
-    assert resumed[0] == "resumed after 10 steps"
-    assert first + later == whole and bits(resumed) == bits(lines)
+    (tmp_path / "memory.rows").unlink()
+    for where in "device", "file":
+        save = "--save", tmp_path / f"{where}.save"
+        whole, lines = runs[where]
+        first, _ = run(where, 20_000, 10, *save)
+        later, resumed = run(where, 20_000, 20, *save)
+        assert resumed[0] == "resumed after 10 steps"
+        assert first + later == whole and bits(resumed) == bits(lines)
 
 
 def test_the_gradient_is_that_of_jax_and_sparse():
