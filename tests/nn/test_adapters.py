@@ -80,7 +80,7 @@ def test_linen_inside_a_model():
             return tied.attend(x) if self.is_initializing() else x
 
     ids, model = jnp.array([1, 2]), Model()
-    out, variables = model.init_with_output(jax.random.key(0), ids)
+    out, variables = jax.jit(model.init_with_output)(jax.random.key(0), ids)
     assert out.shape == (2, V)
     assert jax.tree.map(jnp.shape, variables["params"]) == {
         "Layer_0": {f"stack_width{D}_float32": (211, D)},

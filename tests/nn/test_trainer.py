@@ -138,7 +138,7 @@ def test_trains_as_whole_tables_do(sparse_hours):
     for batch in batches(4):
         both, state, want = step(both, state, in_one_shape(batch))
         # A prediction has no effect on the step after it.
-        found = loss_of(made.predict(batch), batch), made.step(batch)
+        found = loss_of(np.asarray(made.predict(batch)), batch), made.step(batch)
         np.testing.assert_allclose(found, [want] * 2, rtol=1e-5)
     tables, params, *_ = state_of(made)
     assert_trees_close({"tables": tables, "params": params}, both)
