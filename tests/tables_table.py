@@ -251,8 +251,7 @@ def _train(name: str, tx: Any, dtype: Any = jnp.float32) -> Any:
                     store.push("t", grad({"t": store.pull("t", ids)}, ids)["t"])
             return store.pull_all("t")
     params = {"t": kind.make(whole)}
-    state = jax.jit(tx.init)(params)
-    step = jax.jit(step)
+    state, step = tx.init(params), jax.jit(step)
     for ids in BATCHES:
         params, state = step(params, state, ids)
     if is_exact:
