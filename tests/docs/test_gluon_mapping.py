@@ -46,11 +46,7 @@ BIAS = np.array([1.0, -1.0], np.float32)
 WIDE = np.array([[1, 2, 3], [4, 5, 6.0]], np.float32)
 COUNTS = {"shape": (4, 3)}
 C, D = sp.csr_matrix, jnp.asarray
-_rows_of_dense = jax.jit(functools.partial(sj.SelectedRows.from_dense, capacity=4))
-
-
-def R(x):
-    return _rows_of_dense(jnp.asarray(x))
+R = jax.jit(functools.partial(sj.SelectedRows.from_dense, capacity=4))
 
 
 def elements(x):

@@ -19,8 +19,7 @@ def test_held_out_edges_are_found(tmp_path, shared_data, capsys):
     ends = np.load(shared_data / "codex_m" / "codex_m.npz")["train"][:, [0, 2]]
     frequent = np.argsort(-np.bincount(ends.ravel()), kind="stable")[:2_000]
     path = tmp_path / "edges.txt.gz"
-    edges = ends[np.isin(ends, frequent).all(1)]
-    np.savetxt(path, edges, "Q%d", header="from to")
+    np.savetxt(path, ends[np.isin(ends, frequent).all(1)], "Q%d", header="from to")
     options = "--epochs 4 --dim 16 --length 12 --p 0.5 --q 2"
     node2vec.main([str(path), *options.split()])
     found = capsys.readouterr().out.splitlines()

@@ -17,8 +17,7 @@ def test_purchases_are_retrieved(tmp_path, shared_data, capsys):
     folder = shared_data / "online_retail"
     data = {k: x[:60_000] for k, x in np.load(folder / "online_retail.npz").items()}
     frequent = np.argsort(-np.bincount(data["item"]), kind="stable")[:400]
-    is_kept = np.isin(data["item"], frequent)
-    data = {k: x[is_kept] for k, x in data.items()}
+    data = {k: x[np.isin(data["item"], frequent)] for k, x in data.items()}
     items = [x.split("\t") for x in (folder / "items.tsv").read_text().splitlines()]
     path, names = tmp_path / "purchases.csv", ("invoice", "customer", "country", "item")
     with path.open("w") as file:
