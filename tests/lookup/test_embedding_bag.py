@@ -296,8 +296,7 @@ def test_mode_error():
 
 def test_what_is_skipped_may_hold_anything():
     table = np.array([[1, 1], [np.nan] * 2] * 2, np.float32)
-    weights = np.array([[2.0, np.nan, np.inf]], np.float32)
-    ids = np.array([[0, -1, -1]])
+    weights, ids = np.array([[2, np.nan, np.inf]], "f"), np.array([[0, -1, -1]])
     bag = functools.partial(sj.embedding_bag, padding_id=-1)
 
     def loss(table, weights):
@@ -312,8 +311,7 @@ def test_what_is_skipped_may_hold_anything():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_nothing_to_reduce(weighted):
     """Bags without ids are zeros; without bags no row has a gradient."""
-    table = np.ones((V, D), np.float32)
-    ids, none = np.array([1, 2, 2]), np.zeros(0, np.int32)
+    table, ids, none = np.ones((V, D), "f"), np.array([1, 2, 2]), np.zeros(0, np.int32)
     no_bags: Any = [(ids, 0 * ids, 0), (sj.SegmentTensor.from_offsets(ids, [0]),)]
     no_ids: Any = [(none, none, 3), (none.reshape(2, 0),), (none.reshape(0, 2),)]
     combiners = COMBINERS[:3] if weighted else COMBINERS

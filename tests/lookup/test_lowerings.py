@@ -72,11 +72,10 @@ def test_reads(dtype, fill, x64):
 def test_reads_under_vmap_and_derivatives(x64):
     table, ids = np.sin(np.arange(21.0)).reshape(V, D), np.array([[4, 4], [0, 6]])
     tables = np.stack([table, -table])
-    each = np.stack([t[i] for t, i in zip(tables, ids)])
     for axes, args, want in (
         ((None, 0), (table, ids), table[ids]),
         ((0, None), (tables, ids[0]), tables[:, ids[0]]),
-        ((0, 0), (tables, ids), each),
+        ((0, 0), (tables, ids), np.stack([t[i] for t, i in zip(tables, ids)])),
     ):
         assert_same_bits(jax.jit(jax.vmap(read_rows, axes))(*args), want)
     fun = lambda t: jnp.sum(jnp.sin(read_rows(t, ids[0])))

@@ -209,8 +209,7 @@ def test_every_operation_under_vmap():
         make_rows(rows, V, seed=i)[0] for i, rows in enumerate(([4, 0, 4], [V] * 3))
     ]
     batch, array = jax.tree.map(lambda *x: jnp.stack(x), *parts), ones(V, 3)
-    short = lambda a: a.coalesce(capacity=1).values
-    every = lambda a, array: (every_operation(a, a, array), short(a))
+    every = lambda a, x: (every_operation(a, a, x), a.coalesce(capacity=1).values)
     got, cut = jax.jit(jax.vmap(every, (0, None)))(batch, array)
     got = jax.tree.map(np.asarray, got)
     for i, part in enumerate(parts):

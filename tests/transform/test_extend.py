@@ -100,15 +100,15 @@ def test_a_program_is_walked_twice():
         rows = p.bind(params["read"], IDS) @ params["weights"]
         return jnp.sum(rows) + jnp.sum(params["often"][jnp.arange(40)])
 
-    ones = lambda *shape: np.ones(shape, np.float32)
-    params = {"read": TABLE, "weights": ones(2, 2), "often": TABLE}
+    params = {"read": TABLE, "weights": np.ones((2, 2), "f"), "often": TABLE}
     grads = jax.eval_shape(sj.grad(loss), params)
     kinds = {k: isinstance(g, sj.SelectedRows) for k, g in grads.items()}
     assert kinds == {"read": True, "weights": False, "often": False}
     assert walks == [False, True]
     walks.clear()
     with_stack = lambda params, stack: loss(params) + jnp.sum(stack[1, IDS] ** 2)
-    grads = jax.eval_shape(sj.grad(with_stack, (0, 1)), params, ones(3, 40, 2))
+    stack = np.ones((3, 40, 2), "f")
+    grads = jax.eval_shape(sj.grad(with_stack, (0, 1)), params, stack)
     assert grads[1].stack == (3,) and walks == [False, False, True]
 
 

@@ -224,8 +224,7 @@ def test_auto_mode_stops_at_half():
     ],
 )
 def test_no_differentiated_read(fun):
-    both = jax.jit(lambda t: (sj.grad(fun)(t), sj.grad(fun, tables=True)(t)))
-    dense, g = both(TABLE)
+    dense, g = jax.jit(lambda t: (sj.grad(fun)(t), sj.grad(fun, tables=True)(t)))(TABLE)
     np.testing.assert_array_equal(dense, np.zeros((40, 3)))
     assert is_rows(g) and g.capacity == 0 and g.shape == (40, 3)
 
@@ -375,8 +374,10 @@ def test_a_large_table_that_is_not_read_has_no_rows():
         return jnp.sum(params["other"]) + sum(map(is_constant, params["t"]))
 
     shapes = {(10_000, 2): False, (10_001, 2): True, (99_999,): False}
-    ones = lambda shape: np.ones(shape, np.float32)
-    params = {"t": [*map(ones, shapes)], "other": ones((2, 20_000))}
+    params = {
+        "t": [np.ones(s, "f") for s in shapes],
+        "other": np.ones((2, 20_000), "f"),
+    }
     grads, told = jax.jit(sj.grad(loss))(params), sj.explain(loss)(params)
     assert not is_rows(grads["other"])
     for k, (g, (shape, has_rows)) in enumerate(zip(grads["t"], shapes.items())):
