@@ -84,6 +84,8 @@ def test_measured_capacity_is_one_round():
     metrics_of = jax.jit(sj.parallel.exchange_metrics)
     enough = sj.parallel.measure_capacity(table, ids, margin=1)
     assert sj.parallel.measure_capacity(table, [ids, ids[:8]]) >= enough
+    abstract = sharded(table=jax.ShapeDtypeStruct((V, D), jnp.float32))
+    assert sj.parallel.measure_capacity(abstract, ids, margin=1) == enough
     metrics = metrics_of(with_capacity(enough), ids)
     assert (int(metrics.rounds), int(metrics.largest)) == (1, enough)
     # ids and rows to and from the three other devices
