@@ -134,10 +134,7 @@ REFUSED = {
     "adafactor": (lambda: optax.adafactor(LR), "scale_by_factored_rms .*adafactor"),
     "muon": (lambda: contrib.muon(LR), "scale_by_muon"),
     "clip_by_block_rms": (lambda: optax.clip_by_block_rms(1.0), "clip_by_block_rms"),
-    "scale_by_param_block_rms": (
-        lambda: optax.scale_by_param_block_rms(),
-        "scale_by_param_block_rms",
-    ),
+    "param_block_rms": (optax.scale_by_param_block_rms, "scale_by_param_block_rms"),
     "flatten": (lambda: optax.flatten(optax.adam(LR)), "flatten"),
     "lbfgs": (lambda: optax.lbfgs(), "scale_by_lbfgs"),
     "prodigy": (lambda: contrib.prodigy(), "prodigy"),
@@ -215,13 +212,11 @@ def step(tx, params, state, grads) -> Any:
     return optax.apply_updates(params, updates), state
 
 
-def check_steps(tx, params, steps, rtol=1e-5):
-    """Jitted steps of `lazy(tx)` are steps of `tx`, with the rows not read put back."""
-    check_steps_of_each({"tx": tx}, params, steps, rtol)
+def check_steps(txs, params, steps, rtol=1e-5):
+    """Jitted steps of `lazy(tx)` are steps of `tx`, with the rows not read put back.
 
-
-def check_steps_of_each(txs, params, steps, rtol=1e-5):
-    """`check_steps` of several transformations by name, in one program."""
+    Of each transformation by its name, in one program.
+    """
     lifted, traces = {name: sj.optim.lazy(tx) for name, tx in txs.items()}, []
     leaves = functools.partial(jax.tree.leaves, is_leaf=is_rows)
 

@@ -139,13 +139,8 @@ def test_in_scan_and_from_a_checkpoint():
         return step(tx, *carry, grads), None
 
     carry = params, tx.init(params)
-
-    @jax.jit
-    def scan(carry, grads):
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
-        return jax.lax.scan(body, carry, stacked)
-
-    scanned, _ = scan(carry, grads)
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *grads)
+    scanned, _ = jax.jit(lambda c, g: jax.lax.scan(body, c, g))(carry, stacked)
     # Numbers of NumPy at the first step: outside of jit nothing makes arrays of them.
     carry, _ = body(jax.device_get(carry), grads[0])
     run = jax.jit(body)

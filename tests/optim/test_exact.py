@@ -26,8 +26,6 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N, STEPS = 211, 4, 4, 40
 SPARSE = {"table": True, "weights": None}
-# These tests spend their time on compiling.
-jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 # ------------------------------------------------------------------ the problem
@@ -142,7 +140,7 @@ def test_error_bound_of_the_drift(options, x64):
     nothing = sj.SelectedRows([len(g)], np.zeros((1, 1)), len(g))
     params = zero
 
-    @jit
+    @jax.jit
     def errors(first):
         """Relative to the whole distance, up to 200 steps after step `first`."""
         wait = lambda _, state: dense.update(zero, state, params)[1]
@@ -184,12 +182,12 @@ def gradient(rows):
 
 
 def make_apply(tx):
-    return jit(functools.partial(step, tx))
+    return jax.jit(functools.partial(step, tx))
 
 
 def strictly(f):
     """Jitted; our own code promotes nothing."""
-    f = jit(f)
+    f = jax.jit(f)
 
     @jax.numpy_dtype_promotion("strict")
     @jax.numpy_rank_promotion("raise")
@@ -322,14 +320,14 @@ def test_inside_of_our_wrappers():
     state, dense_state = tx.init(params), dense_tx.init(dense)
     find = exact_value_and_grad(loss_fn, MOMENTUM, tables=SPARSE)
 
-    @jit
+    @jax.jit
     def train(params, state, *batch):
         held = state.inner_state
         (_, grads), params, inner = find(params, held.inner_opt_state, *batch)
         held = held._replace(inner_opt_state=inner)
         return step(tx, params, state._replace(inner_state=held), grads)
 
-    dense_grad, dense_step = jit(jax.grad(loss_fn)), make_apply(dense_tx)
+    dense_grad, dense_step = jax.jit(jax.grad(loss_fn)), make_apply(dense_tx)
     for batch in make_batches(6):
         params, state = train(params, state, *batch)
         dense, dense_state = dense_step(dense, dense_state, dense_grad(dense, *batch))
@@ -345,8 +343,8 @@ def test_hyperparameters_set_by_hand():
     tx, params = exact(inner), make_params()
     carry, dense = (params, tx.init(params)), (params, inner.init(params))
     # `update` catches up all rows.
-    apply = jit(lambda p, s, grads: step(tx, *tx.catch_up(p, s, {}), grads))
-    apply_dense, flush = make_apply(inner), jit(tx.flush)
+    apply = jax.jit(lambda p, s, grads: step(tx, *tx.catch_up(p, s, {}), grads))
+    apply_dense, flush = make_apply(inner), jax.jit(tx.flush)
     for number in range(9):
         if number == 5:
             for state in (carry[1].inner, dense[1]):
@@ -434,7 +432,7 @@ def test_step_is_by_rows_and_in_place(name):
     params = {"table": jnp.zeros((height, 8)), "weights": jnp.ones(8)}
     batch = jnp.array([5, 3, 5]), jnp.ones(3)
     run = lambda carry: exact_step(tx, carry, batch, linear_loss)
-    carry = params, jit(tx.init)(params)
+    carry = params, jax.jit(tx.init)(params)
     assert_no_dense(run, carry, allow=("scatter", "scatter-add"), heights={height})
     donated = compile_as_users_do(jax.jit(run, donate_argnums=0).lower(carry))
     # The arrays of the table, of its records, and of its moments.
@@ -473,7 +471,7 @@ def test_ids_are_read_from_the_trace():
 
     ids = np.array([1, 30, V])
     both = exact_value_and_grad(loss, MOMENTUM, has_aux=True, tables=SPARSE)
-    ((_, aux), grads), after, new = jit(both)(params, state, ids, 2.0)
+    ((_, aux), grads), after, new = jax.jit(both)(params, state, ids, 2.0)
     last, old = (np.asarray(x.last_updates[0])[:, 1] for x in (new, state))
     assert set(np.flatnonzero(last != old)) == {21, 30, 31, 60}
     expected, _ = CATCH_UP(params, state, {"table": np.array([1, 21, 30, 31, 60])})
@@ -484,7 +482,7 @@ def test_ids_are_read_from_the_trace():
 def test_a_table_used_as_a_whole_is_brought_up_to_date():
     params, state, dense = run_both(TWO_STEPS)
     loss = lambda params: jnp.sum(params["table"] ** 2)
-    find = jit(exact_value_and_grad(loss, MOMENTUM))
+    find = jax.jit(exact_value_and_grad(loss, MOMENTUM))
     (value, _), params, _ = find(params, state)
     assert relative(params["table"], dense["table"]) < 1e-6
     np.testing.assert_allclose(value, loss(dense), rtol=1e-6)
@@ -493,10 +491,10 @@ def test_a_table_used_as_a_whole_is_brought_up_to_date():
 @pytest.mark.slow
 def test_state_may_be_donated_from_the_first_step_on():
     tx = exact(optax.rmsprop(1e-2, momentum=0.9), tables=SPARSE)
-    train = jit(functools.partial(exact_step, tx), donate_argnums=0)
+    train = jax.jit(functools.partial(exact_step, tx), donate_argnums=0)
     params, batches = make_params(), make_batches(2)
     carry = train((params, tx.init(params)), next(batches))
-    params, state = train(jit(tx.flush)(*carry), next(batches))
+    params, state = train(jax.jit(tx.flush)(*carry), next(batches))
     assert int(state.step) == 2 and np.isfinite(params["table"]).all()
 
 

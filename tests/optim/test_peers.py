@@ -168,8 +168,7 @@ def _rule(system, op, hyper, dense):
     rule = RULES[system](op, **json.loads(hyper))
     tx = rule.tx if dense else optim.lazy(rule.tx)
 
-    # As small as it is: nothing is gained by optimizing.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    @jax.jit
     def run(weights, state, rows, values):
         grad = sj.SelectedRows(rows, values, len(weights))
         return step(tx, weights, state, grad.to_dense() if dense else grad)

@@ -26,8 +26,6 @@ from sparsejax import optim
 from sparsejax.optim import lazy
 
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # to compile, for little to run
-
 MAKERS = {
     "ftrl": lambda lr=LR: optim.ftrl(lr, l1=0.05, l2=0.01),
     "adagrad": lambda lr=LR: optim.adagrad(lr, 0.1),
@@ -101,7 +99,7 @@ def test_state_is_a_named_tree_that_goes_on_with_another_rate(name):
     # A schedule and the old state: from step 1 on.
     both = MAKERS[name](SCHEDULE), MAKERS[name](SCHEDULE(1))
 
-    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    @jax.jit
     def run(*args):
         return [tx.update(*args) for tx in both]
 
@@ -328,10 +326,9 @@ def test_lamb_moves_rows_of_zeros():
 
 def test_bias_leaves_and_rows_without_elements():
     """In rank 1 each element is a row; a row of no elements has mean 0, not NaN."""
-    shapes = {"bias": (3,), "scalar": (), "empty": (4, 0)}
-    params = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-    tx = optim.rowwise_adagrad(LR)
-    grads = {name: np.full(shape, 2, np.float32) for name, shape in shapes.items()}
+    shapes, tx = {"bias": 3, "scalar": (), "empty": (4, 0)}, optim.rowwise_adagrad(LR)
+    fill = lambda x: {name: np.full(y, x, np.float32) for name, y in shapes.items()}
+    params, grads = fill(0), fill(2)
     updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
     np.testing.assert_allclose(updates["bias"], [-LR] * 3, rtol=1e-6)
     np.testing.assert_allclose(updates["scalar"], -LR, rtol=1e-6)
