@@ -64,7 +64,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 
-_MAX_BYTES = 3 << 29
+_MAX_BYTES = 5 << 29
 _MAX_PROGRAMS = 200_000
 _QUICK_CASES = 2
 _QUICK_LINES = 6
