@@ -117,6 +117,7 @@ def test_wrong_optimizers():
             wrong()
 
 
+@pytest.mark.slow
 def test_every_optimizer_of_keras_is_refused_with_a_call_that_trains():
     kinds = [
         kind
@@ -186,6 +187,7 @@ def test_fit_is_that_of_keras(tmp_path):
     _assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_a_subclass_however_it_runs():
     x, y = _data()
     results = []

@@ -160,6 +160,7 @@ def test_a_state_inside_of_another(tmp_path):
 # ------------------------------------------------------------------ over devices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["mod", "block"])
 @pytest.mark.usefixtures("eight_devices")
 def test_sharded_tables_give_the_same_ids(layout):

@@ -51,6 +51,7 @@ def assert_same_table(actual, expected):
 # ------------------------------------------------------------------ layouts
 
 
+@pytest.mark.slow
 def test_any_number_of_devices_and_any_layout(tmp_path):
     tables = {
         "f32": numbers(),

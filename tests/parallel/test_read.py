@@ -402,6 +402,7 @@ def all_reads(params, ids):
     return total
 
 
+@pytest.mark.slow
 def test_models_read_as_of_an_array():
     params: Any = {"table": jnp.asarray(TABLE), "w": jnp.ones(())}
     expected = jax.jit(jax.value_and_grad(all_reads))(params, make_ids())

@@ -190,6 +190,7 @@ def test_gradient_at_its_owner_merges_there():
 # ------------------------------------------------------------------ reads
 
 
+@pytest.mark.slow
 def test_other_reads():
     """An odd number of examples, NaN for ids out of range, max_norm, ragged bags.
 
