@@ -117,6 +117,13 @@ def test_many_blocks_and_few_of_them_used():
     check_steps({"clipped": clipped()}, params, steps, 2e-5)
 
 
+def test_rows_that_nothing_reads_are_not_updated():
+    args = problem(ADAM)
+    for name, is_read in {"table": True, "b": False}.items():
+        run = jax.jit(lambda *args, name=name: step(lazy(ADAM), *args)[0][name])
+        assert ("stablehlo.while" in run.lower(*args).as_text()) == is_read
+
+
 def test_a_linear_update_needs_no_merging():
     schedule = optax.linear_schedule(0.1, 0.0, 5)
     linear = optax.sgd(0.1), optax.sgd(schedule), optax.chain(optax.scale(-1.0))
