@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGE = ROOT / "tests" / "error_messages.md"
-_MAKES_WHAT_CALLS_CHANGE = re.compile(r"^(?=store\b|manager\b)", re.MULTILINE)
 _OUR_LINE = re.compile(rf"{re.escape(str(ROOT))}/(sparsejax/\S+\.py):\d+")
 
 HEAD = """\
@@ -34,8 +33,7 @@ class Section(NamedTuple):
 
     Args:
       title: of the section.
-      given: code that runs before the calls; from the first line that makes a store
-        or a manager on, which calls change, it runs before each call.
+      given: code that runs before each call.
       calls: code, each of which raises. A name that it binds is its own.
     """
 
@@ -44,21 +42,15 @@ class Section(NamedTuple):
     calls: list[str]
 
 
-def answer(given: dict[str, Any], own: str, call: str) -> tuple[str, str]:
-    """The type and the message of the error that a call raises, in an empty folder.
-
-    Args:
-      given: names that all calls share.
-      own: code that runs before the call.
-      call: the call.
-    """
-    names = dict(given)
+def answer(section: Section, call: str) -> tuple[str, str]:
+    """The type and the message of the error that a call raises, in an empty folder."""
+    names: dict[str, Any] = {"__name__": "__main__"}
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
         warnings.catch_warnings(action="ignore"),
     ):
-        exec(compile(own, "given.py", "exec"), names)
+        exec(compile(section.given, "given.py", "exec"), names)
         try:
             # A later line that raises is one of the user's: so is its file's name.
             exec(compile(call, "model.py", "exec"), names)
@@ -69,19 +61,15 @@ def answer(given: dict[str, Any], own: str, call: str) -> tuple[str, str]:
             for held in names.values():
                 if hasattr(held, "close"):
                     held.close()
-    raise AssertionError(f"does not raise: {call}")
+    raise AssertionError(f"{section.title}: does not raise: {call}")
 
 
 def table(section: Section) -> str:
     """A section of the page."""
     lines = [f"\n## {section.title}\n", "```python", section.given, "```\n"]
     lines += ["| call | | message |", "|---|---|---|"]
-    shared, *later = _MAKES_WHAT_CALLS_CHANGE.split(section.given, maxsplit=1)
-    own = "\n" * shared.count("\n") + "".join(later)  # at its lines of the page
-    given: dict[str, Any] = {"__name__": "__main__"}
-    exec(compile(shared, "given.py", "exec"), given)
     for call in section.calls:
-        error, message = answer(given, own, call)
+        error, message = answer(section, call)
         code = "<br>".join(_code(line) for line in call.splitlines())
         lines.append(f"| {code} | {error} | {_cell(message)} |")
     return "\n".join(lines) + "\n"
