@@ -215,7 +215,7 @@ def step(tx, params, state, grads) -> Any:
 def check_steps(txs, params, steps, rtol=1e-5):
     """Jitted steps of `lazy(tx)` are steps of `tx`, with the rows not read put back.
 
-    Of each transformation by its name, in one program.
+    All transformations, by their names, are compiled in one program.
     """
     lifted, traces = {name: sj.optim.lazy(tx) for name, tx in txs.items()}, []
     leaves = functools.partial(jax.tree.leaves, is_leaf=is_rows)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("loose_promotion", "freed_pages")
 
 @pytest.mark.slow
 def test_held_out_edges_are_found(tmp_path, shared_data, capsys):
-    """Of the most frequent entities, which have edges enough for short walks."""
+    """The most frequent entities have edges enough for short walks."""
     ends = np.load(shared_data / "codex_m" / "codex_m.npz")["train"][:, [0, 2]]
     frequent = np.argsort(-np.bincount(ends.ravel()), kind="stable")[:2_000]
     path = tmp_path / "edges.txt.gz"

@@ -22,7 +22,7 @@ def one_block(monkeypatch):
 
 @pytest.mark.slow
 def test_purchases_are_found(tmp_path, shared_data, capsys):
-    """Of the most frequent items, which a few epochs are enough for."""
+    """A few epochs are enough for the most frequent items."""
     lines = np.load(shared_data / "online_retail" / "online_retail.npz")
     columns = np.stack([lines[name][:60_000] for name in ("customer", "item")], 1)
     frequent = np.argsort(-np.bincount(columns[:, 1]), kind="stable")[:150]
