@@ -113,7 +113,7 @@ class _Route:
         x = x.astype(sent)
         if self.across:
             x = _exchange.send_rows(x, self.across, wire_dtype)
-        return jnp.swapaxes(x.reshape(-1, *x.shape[2:])[self.place], 0, 1)
+        return jnp.swapaxes(lax.collapse(x, 0, 2)[self.place], 0, 1)
 
 
 @read_stacked_tables.register

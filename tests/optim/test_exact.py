@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -393,6 +394,12 @@ REFUSED = {
 def test_refused_by_name(part):
     with pytest.raises(ValueError, match=part):
         exact(REFUSED[part]()).init(make_params())
+
+
+def test_numpy_parameters_have_the_types_that_jax_makes_of_them():
+    params = {"table": np.ones((V, D)), "weights": np.ones(D)}  # float64
+    state, like = (MOMENTUM.init(p) for p in (params, make_params()))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, like)
 
 
 def test_a_state_of_another_transformation_is_refused():
