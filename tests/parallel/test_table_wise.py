@@ -174,7 +174,7 @@ def test_under_vmap():
 
 
 def test_gradient_at_its_owner_merges_there():
-    """Outside of `jit`; nothing is sent."""
+    """Nothing is sent. And the gradient of `jax.grad` is dense."""
     place, _, split = on_mesh("2 replicas of 4")
     params, batch = make_params(), make_batch(1)
     wanted = jax.jit(jax.grad(loss_fn))(params, batch)["stack"]
@@ -183,8 +183,9 @@ def test_gradient_at_its_owner_merges_there():
     assert grad.values.slots == 0
     merged = grad.values.coalesce()
     assert_at_owners(merged, params["stack"])
-    found = whole([grad, grad.map(lambda _: merged), (grad + grad) / 2])
-    assert_trees_close(found, [wanted] * 3, rtol=1e-5, atol=1e-6)
+    dense = jax.jit(jax.grad(loss_fn))(params, split(batch))["stack"]
+    found = whole([grad, grad.map(lambda _: merged), (grad + grad) / 2, dense])
+    assert_trees_close(found, [wanted] * 4, rtol=1e-5, atol=1e-6)
 
 
 # ------------------------------------------------------------------ reads
