@@ -283,6 +283,7 @@ def test_tangents_dense_gradient_and_second_derivative():
         ),
         ("padded", "max", False, AxisType.Explicit),
         ("segments", "logsumexp", False, AxisType.Auto),
+        ("segments", "none", False, AxisType.Auto),
     ],
 )
 def test_embedding_bag(layout, combiner, weighted, kind):

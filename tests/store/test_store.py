@@ -403,7 +403,7 @@ def test_stats_count():
     stats = store.stats()["t"]
     assert stats[:2] == (V, 3) and stats.bytes == V * D * 4 * 3 + V + 4
     assert (stats.pulls, stats.pulled_rows) == (1, 2)
-    assert stats.pull_seconds > 0
+    assert stats.pull_seconds > 0 and stats.push_seconds > 0
     assert (stats.pushes, stats.pushed_rows) == (1, 2)
 
 
