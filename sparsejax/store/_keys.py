@@ -398,8 +398,7 @@ def as_keys(keys: Any) -> np.ndarray:
     if not given.size:
         return np.zeros(given.shape, np.int64)
     given = np.asarray(_arguments.as_integers(given, "keys"))
-    wide = np.uint64 if given.dtype.kind == "u" else np.int64
-    return given.astype(wide).view(np.int64)
+    return given.astype(np.int64)  # uint64 by its bits
 
 
 def _hash_strings(strings: np.ndarray) -> np.ndarray:
