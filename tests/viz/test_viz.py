@@ -19,8 +19,10 @@ def test_rows_touched_counts(tmp_path):
     np.testing.assert_array_equal(drawn["ids read"], [3, 2, 0, 3, 2])
     np.testing.assert_array_equal(drawn["distinct rows"], [2, 2, 0, 2, 1])
     assert set(drawn["rows of the table"]) == {10}
-    share = skew.get_lines()[0].get_ydata()
-    np.testing.assert_allclose(share[:6], [20, 40, 60, 80, 90, 100])
+    popular, share = skew.get_lines()[0].get_data()
+    np.testing.assert_allclose(popular, [10, 20, 30, 40, 50, 60, 100])
+    np.testing.assert_allclose(share, [20, 40, 60, 80, 90, 100, 100])
+    assert steps.get_yscale() == skew.get_xscale() == "log"
     figure.savefig(tmp_path / "touched.png")
     assert (tmp_path / "touched.png").stat().st_size > 10_000
 

@@ -45,7 +45,9 @@ def test_every_kind_of_collective():
         "all-to-all": B * 3 // 4,
         "collective-permute": B,
     }
-    assert found.total == sum(found.by_kind.values())
+    totals = [c.total for c in found.collectives]
+    assert totals == sorted(totals, reverse=True)
+    assert found.total == sum(totals) == sum(found.by_kind.values())
     assert {(c.kind, c.group_size) for c in found.collectives} >= {
         ("all-reduce", 4),
         ("all-reduce", 2),
