@@ -219,7 +219,7 @@ def test_losses_of_pairs(x64):
         adversarial = functools.partial(L.self_adversarial_loss, p, n, 0.4)
         return {
             "bpr": L.bpr_loss(p, n, where=where),
-            "bpr of one": L.bpr_loss(p, n[..., 0]),
+            "bpr of one": L.bpr_loss(p, n[..., 0], where=where[..., 0]),
             "hinge": margin(),
             "hardest": margin(hardest=True),
             "hinge of one": L.margin_ranking_loss(p, n[..., 0]),
@@ -237,7 +237,7 @@ def test_losses_of_pairs(x64):
     masked /= np.maximum(masked.sum(-1, keepdims=True), 1e-30)
     want = {
         "bpr": mean(-log_sigmoid(p[..., None] - n)),
-        "bpr of one": -log_sigmoid(p - n[..., 0]),
+        "bpr of one": where[..., 0] * -log_sigmoid(p - n[..., 0]),
         "hinge": mean(hinge),
         "hardest": np.where(where, hinge, 0).max(-1),
         "hinge of one": np.maximum(0, 1 - p + n[..., 0]),
