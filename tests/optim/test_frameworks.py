@@ -313,6 +313,17 @@ def test_a_state_without_its_types_is_refused(name):
                 jax.eval_shape(tx.update, {"t": grad}, restore(state), params)
 
 
+def test_a_part_of_a_state_without_its_types_is_refused():
+    tx = lazy(optax.partition({"some": optax.adam(0.1)}, {"t": "some"}))
+    params = {"t": np.ones((40, 2), np.float32)}
+    rows = sj.SelectedRows(np.array([3]), params["t"][:1], 40)
+    state = jax.jit(tx.init)(params)
+    for restore in (as_dicts, of_type(list)):
+        parts = {name: restore(part) for name, part in state.inner_states.items()}
+        with pytest.raises(TypeError, match="restore"):
+            tx.update({"t": rows}, state._replace(inner_states=parts), params)
+
+
 # ------------------------------------------------------------------ pairs
 
 
