@@ -402,6 +402,13 @@ def test_numpy_parameters_have_the_types_that_jax_makes_of_them():
     chex.assert_trees_all_equal_shapes_and_dtypes(state, like)
 
 
+def test_a_marked_leaf_of_rank_1_is_a_table():
+    for tables, heights in ((None, [V]), ({"table": None, "weights": True}, [D])):
+        tx = exact(optax.sgd(0.5, momentum=0.5), tables=tables)
+        state = tx.init(make_params())
+        assert [len(x) for x in state.last_updates] == heights
+
+
 def test_a_state_of_another_transformation_is_refused():
     params, lazy = make_params(), sj.optim.lazy(optax.sgd(0.5, momentum=0.5))
     state = MOMENTUM.init(params)
