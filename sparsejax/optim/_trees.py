@@ -126,7 +126,7 @@ def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
 def to_spec(x: Any) -> Any:
     """Makes a leaf a ShapeDtypeStruct; keeps None, MaskedNode; else returns None."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
-        # Without 64-bit types, NumPy's are those that JAX makes of them.
+        # JAX narrows the 64-bit types of NumPy unless they are enabled.
         dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
         return jax.ShapeDtypeStruct(x.shape, dtype)
     if isinstance(x, (bool, int, float, complex)):
