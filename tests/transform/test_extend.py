@@ -10,6 +10,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Primitive  # noqa: TID251
 from jax.interpreters import mlir  # noqa: TID251
+from jax.sharding import AxisType
 
 import sparsejax as sj
 from sparsejax.transform import interpreter, liveness
@@ -164,6 +165,20 @@ def test_rows_out_of_range_give_nothing_to_what_a_view_is_made_of():
     g, g_w = grad(TABLE, np.ones(2, np.float32))
     np.testing.assert_array_equal(g.rows, [3, 40, 40, 40])
     np.testing.assert_allclose(g_w, 2.0 * TABLE[3])
+
+
+@pytest.mark.usefixtures("eight_devices")
+def test_ids_out_of_range_read_the_nearest_row():
+    """Also of a table whose rows lie on several devices."""
+    p, _ = _new_primitive("nearest_rows")
+    sj.extend.register_rule(p)(_read)
+    loss = lambda t: jnp.sum(p.bind(jnp.asarray(t), jnp.array([3, 70, -1])))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    for table in (TABLE, sj.parallel.shard_rows(TABLE, mesh, "x")):
+        value, grad = jax.jit(sj.value_and_grad(loss, tables=True))(table)
+        assert value == 2.0 * np.sum(np.asarray(TABLE)[[3, 39, 0]])
+        dense = grad.to_dense()
+        np.testing.assert_array_equal(np.flatnonzero(dense), [6, 7])
 
 
 def test_a_rule_for_stacks():
