@@ -5,6 +5,7 @@ import contextlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.core import ShapedArray
@@ -169,16 +170,21 @@ def test_rows_out_of_range_give_nothing_to_what_a_view_is_made_of():
 
 @pytest.mark.usefixtures("eight_devices")
 def test_ids_out_of_range_read_the_nearest_row():
-    """Also of a table whose rows lie on several devices."""
+    """Also of a table on several devices, and of a table of a store."""
     p, _ = _new_primitive("nearest_rows")
     sj.extend.register_rule(p)(_read)
     loss = lambda t: jnp.sum(p.bind(jnp.asarray(t), jnp.array([3, 70, -1])))
+    find = jax.jit(sj.value_and_grad(loss, tables=True))
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    for table in (TABLE, sj.parallel.shard_rows(TABLE, mesh, "x")):
-        value, grad = jax.jit(sj.value_and_grad(loss, tables=True))(table)
+    store = sj.store.KVStore()
+    store.init("t", np.asarray(TABLE), optax.sgd(1.0))
+    for value, grad in (
+        find(TABLE),
+        find(sj.parallel.shard_rows(TABLE, mesh, "x")),
+        store.value_and_grad(loss)(store["t"]),
+    ):
         assert value == 2.0 * np.sum(np.asarray(TABLE)[[3, 39, 0]])
-        dense = grad.to_dense()
-        np.testing.assert_array_equal(np.flatnonzero(dense), [6, 7])
+        np.testing.assert_array_equal(np.flatnonzero(grad.to_dense()), [6, 7])
 
 
 def test_a_rule_for_stacks():
