@@ -147,6 +147,11 @@ def slow_but(names, *quick):
 # ------------------------------------------------------------------ rows
 
 
+def ones(*shape):
+    """An array of NumPy, float32."""
+    return np.ones(shape, np.float32)
+
+
 def in_range(rows, height):
     rows = np.asarray(rows).astype(object)  # Python's ints, which never wrap
     return ((rows >= 0) & (rows < height)).astype(bool)

@@ -123,12 +123,12 @@ def ids_by_leaf(name: str, params: Any, ids: Any) -> dict[int, Any]:
     return by_leaf
 
 
-def to_spec(x: Any) -> Any:
-    """Makes a leaf a ShapeDtypeStruct; keeps None, MaskedNode; else returns None."""
+def to_spec(x: Any, kind: Any = jax.ShapeDtypeStruct) -> Any:
+    """Makes a leaf a spec of that kind; keeps None, MaskedNode; else returns None."""
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         # JAX narrows the 64-bit types of NumPy unless they are enabled.
         dtype = jax.dtypes.canonicalize_dtype(x.dtype, allow_extended_dtype=True)
-        return jax.ShapeDtypeStruct(x.shape, dtype)
+        return kind(x.shape, dtype)
     if isinstance(x, (bool, int, float, complex)):
         return jax.ShapeDtypeStruct((), jax.dtypes.result_type(x))
     return x if is_none_or_masked(x) else None

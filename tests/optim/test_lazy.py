@@ -19,6 +19,7 @@ from helpers import (
     assert_written_in_place,
     compile_as_users_do,
     is_rows,
+    ones,
     slow_but,
     to_dense,
 )
@@ -43,10 +44,6 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 # One object each, so that it is judged once.
 ADAM, SGD = lazy(optax.adam(LR)), lazy(optax.sgd(LR))
 CLIPPED_ADAM = lazy(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(LR)))
-
-
-def ones(*shape):
-    return np.ones(shape, np.float32)
 
 
 finite = jax.jit(functools.partial(jax.tree.map, jnp.nan_to_num))
@@ -389,6 +386,14 @@ def test_outside_of_jit_and_without_params(stacked):
     jitted = jax.jit(CLIPPED_ADAM.update)(grads, state, params)
     eager = CLIPPED_ADAM.update(grads, state)
     assert_trees_close(to_dense(eager), to_dense(jitted), atol=1e-6)
+
+
+@pytest.mark.window
+def test_a_stack_of_numpy_has_the_types_that_jax_makes_of_it():
+    """Newer releases of JAX warn of float64 without 64-bit types."""
+    params = {name: np.asarray(x, np.float64) for name, x in stacked_params().items()}
+    updates, _ = SGD.update(stacked_grad(params), SGD.init(params), params)
+    assert updates["stack"].dtype == updates["w"].dtype == jnp.float32
 
 
 @pytest.mark.slow

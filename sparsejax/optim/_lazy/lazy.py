@@ -191,7 +191,7 @@ class Step(NamedTuple):
             i: (grads[i], weights and weights[i]) for i in tables if grads[i].stack
         }
         specs = tuple(
-            trees.StackSpec(x.shape, x.dtype) if i in stacks else trees.to_spec(x)
+            trees.to_spec(x, trees.StackSpec if i in stacks else jax.ShapeDtypeStruct)
             for i, x in enumerate(weights or grads)
         )
         for i, (stack, weight) in stacks.items():
