@@ -18,7 +18,7 @@ import pytest
 
 import pairs
 import sparsejax as sj
-from helpers import assert_trees_close, slow_but
+from helpers import assert_trees_close, ones, slow_but
 from optimizers import LR, step
 from sparsejax import optim
 from sparsejax.optim import lazy
@@ -304,8 +304,8 @@ TXS = {
 
 @pytest.mark.parametrize("name", TXS)
 def test_a_state_without_its_types_is_refused(name):
-    tx, params = TXS[name], {"t": np.ones((40, 2), np.float32)}
-    rows = sj.SelectedRows(np.array([3]), np.ones((1, 2), np.float32), 40)
+    tx, params = TXS[name], {"t": ones(40, 2)}
+    rows = sj.SelectedRows(np.array([3]), ones(1, 2), 40)
     state = jax.jit(tx.init)(params)
     for restore in (as_dicts, of_type(list), of_type(tuple)):
         for grad in (rows, params["t"]):
@@ -315,13 +315,13 @@ def test_a_state_without_its_types_is_refused(name):
 
 def test_a_part_of_a_state_without_its_types_is_refused():
     tx = lazy(optax.partition({"some": optax.adam(0.1)}, {"t": "some"}))
-    params = {"t": np.ones((40, 2), np.float32)}
-    rows = sj.SelectedRows(np.array([3]), params["t"][:1], 40)
+    params = {"t": ones(40, 2)}
+    grads = {"t": sj.SelectedRows(np.array([3]), ones(1, 2), 40)}
     state = jax.jit(tx.init)(params)
     for restore in (as_dicts, of_type(list)):
         parts = {name: restore(part) for name, part in state.inner_states.items()}
         with pytest.raises(TypeError, match="restore"):
-            tx.update({"t": rows}, state._replace(inner_states=parts), params)
+            tx.update(grads, state._replace(inner_states=parts), params)
 
 
 # ------------------------------------------------------------------ pairs

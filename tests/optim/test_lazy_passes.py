@@ -13,7 +13,14 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import assert_trees_close, compile_as_users_do, dense, eqns_of, is_rows
+from helpers import (
+    assert_trees_close,
+    compile_as_users_do,
+    dense,
+    eqns_of,
+    is_rows,
+    ones,
+)
 from optimizers import check_steps
 from sparsejax._rows import merge
 from sparsejax.optim import lazy
@@ -23,10 +30,6 @@ pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 V, D, N = 211, 6, 90
 close = partial(assert_trees_close, rtol=2e-5, atol=2e-6)
-
-
-def ones(*shape):
-    return np.ones(shape, np.float32)
 
 
 def clipped(norm=0.1):

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from helpers import assert_trees_close, to_dense
+from helpers import assert_trees_close, ones, to_dense
 from optimizers import LR, SCHEDULE, make_grads, make_params, step
 from sparsejax import SelectedRows
 from sparsejax.optim import is_lazy_exact, is_row_separable, lazy, rowwise_adagrad
@@ -22,7 +22,6 @@ from sparsejax.optim import is_lazy_exact, is_row_separable, lazy, rowwise_adagr
 pytestmark = pytest.mark.usefixtures("loose_promotion")
 
 zeros = functools.partial(np.zeros, dtype=np.float32)
-ones = functools.partial(np.ones, dtype=np.float32)
 PARAMS = {"table": zeros((50, 6)), "bias": zeros(6)}
 ADAM, LAMB, LARS = optax.adam(LR), optax.lamb(LR), optax.lars(LR)
 TRUST_RATIO = "because of scale_by_trust_ratio"
@@ -165,7 +164,7 @@ def test_functions_that_optax_calls_are_named_and_given_the_tree(wrap):
     def scale(updates, params):
         return {**updates, "bias": updates["bias"] * jnp.linalg.norm(updates["bias"])}
 
-    rows = SelectedRows(np.array([3, 5]), ones((2, 6)), 50)
+    rows = SelectedRows(np.array([3, 5]), ones(2, 6), 50)
     tx = lazy(wrap(optax.stateless(scale)))
     tx.update({**PARAMS, "table": rows}, tx.init(PARAMS), PARAMS)
     words = "because of center_table: div by a number"
@@ -196,7 +195,7 @@ def test_a_norm_must_not_count_empty_slots():
     yogi, sign = optax.scale_by_yogi(), optax.scale_by_sign()
     shift = optax.stateless(lambda g, _: jax.tree.map(lambda x: x + 1, g))
     for parts in ((yogi, sign, NORM), (shift, CLIP)):
-        params = {"t": ones((50, 2))}
+        params = {"t": ones(50, 2)}
         assert_refused(optax.chain(*parts), "moves rows that were never read", params)
     for parts in ((NORM, yogi, sign), (optax.adamw(0.1), NORM), (sign, NORM)):
         assert is_row_separable(optax.chain(*parts))
@@ -209,7 +208,7 @@ def test_a_norm_must_not_count_empty_slots():
 def test_a_norm_over_all_leaves_hides_nothing(norm):
     """For a single leaf, it divides by whatever that leaf was multiplied by."""
     tx = optax.chain(optax.scale_by_trust_ratio(), norm)
-    params = {"t": ones((50, 6)), "w": ones((6, 2))}
+    params = {"t": ones(50, 6), "w": ones(6, 2)}
     assert not is_row_separable(tx)
     assert_refused(tx, TRUST_RATIO, params)
     assert is_row_separable(optax.chain(norm, ADAM))
@@ -218,7 +217,7 @@ def test_a_norm_over_all_leaves_hides_nothing(norm):
 @pytest.mark.parametrize("make", [optax.contrib.dog, optax.contrib.dowg])
 def test_a_large_dense_leaf_hides_nothing(make):
     """A table of few rows may be a small part of a sum over all leaves."""
-    params = {"t": ones((50, 6)), "w": ones((300, 70))}
+    params = {"t": ones(50, 6), "w": ones(300, 70)}
     even = lambda step, **extra_args: step % 2 == 0
     for tx in (make(), optax.conditionally_mask(make(), even)):
         assert_refused(tx, "because of scale_by_dow?g", params)
@@ -310,7 +309,7 @@ def test_each_tree_is_judged_by_itself():
     """The verdict on one is remembered, and does not apply to another."""
     is_bad = lambda params: {k: k == "bad" for k in params}
     tx = lazy(optax.masked(optax.scale_by_trust_ratio(), is_bad))
-    good, bad = {"good": ones((50, 6))}, {"bad": ones((50, 6))}
+    good, bad = {"good": ones(50, 6)}, {"bad": ones(50, 6)}
     tx.init(good)
     with pytest.raises(ValueError, match=TRUST_RATIO):
         tx.init(bad)
@@ -331,10 +330,10 @@ class _Labelled:
 def test_trees_with_static_data_that_cannot_be_hashed():
     tx = lazy(ADAM)
     for labels in (["a"], ["a", "b"]):
-        tree = _Labelled(ones((50, 6)), labels)
+        tree = _Labelled(ones(50, 6), labels)
         state = tx.init(tree)
         assert state[0].mu.labels == labels
-        grads = _Labelled(SelectedRows(np.array([3]), ones((1, 6)), 50), labels)
+        grads = _Labelled(SelectedRows(np.array([3]), ones(1, 6), 50), labels)
         updates, _ = tx.update(grads, state, tree)
         assert updates.labels == labels and isinstance(updates.table, SelectedRows)
     assert_refused(LAMB, TRUST_RATIO, tree)
@@ -368,9 +367,9 @@ def _in_shard_map(kind):
 
 TRACES = {
     "jit": lambda f: jax.jit(f)(ones(3)),
-    "vmap": lambda f: jax.vmap(f)(ones((2, 3))),
+    "vmap": lambda f: jax.vmap(f)(ones(2, 3)),
     "grad": lambda f: jax.grad(f)(ones(3)),
-    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, ones((2, 3))),
+    "scan": lambda f: jax.lax.scan(lambda c, x: (c, f(x)), 0.0, ones(2, 3)),
     "auto": _in_shard_map(jax.sharding.AxisType.Auto),
     "explicit": _in_shard_map(jax.sharding.AxisType.Explicit),
 }
@@ -408,7 +407,7 @@ def test_schedules_are_numbers_in_a_trace(wrap, promotion):
     tx = lazy(optax.chain(injected, optax.scale_by_trust_ratio()))
     with jax.numpy_dtype_promotion(promotion):
         with pytest.raises(ValueError, match=TRUST_RATIO):
-            wrap(tx.init)(ones((3, 50, 6)))
+            wrap(tx.init)(ones(3, 50, 6))
 
 
 # ------------------------------------------------------------------ is_lazy_exact

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import sparsejax as sj
-from helpers import is_rows, to_dense
+from helpers import is_rows, ones, to_dense
 from sparsejax import _compat
 
 
@@ -271,7 +271,6 @@ def test_explain_groups_what_is_no_table():
             x = x @ layer["in"] * layer["scale"] @ layer["out"]
         return jnp.sum(x @ params["head"])
 
-    ones = lambda *shape: np.ones(shape, np.float32)
     layer = {"in": ones(4, 9), "out": ones(9, 4), "scale": ones(1, 9)}
     params = {
         "head": ones(4, 50),
