@@ -53,9 +53,9 @@ class Host:
     def _gather(self, x):
         self.step()
         self._gathered[self.process] = np.array(x)
-        self._barrier.wait(20)
+        self._barrier.wait(60)
         found = np.stack([self._gathered[k] for k in range(2)])
-        self._barrier.wait(20)
+        self._barrier.wait(60)
         return found
 
 

@@ -268,7 +268,7 @@ def test_of_stores_that_create_a_file_one_has_it(tmp_path, monkeypatch):
     path, together, link = tmp_path / "table", threading.Barrier(4), _mapped.os.link
 
     def link_together(*args):
-        together.wait(20)
+        together.wait(60)
         link(*args)
 
     def create(k):
