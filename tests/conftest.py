@@ -6,9 +6,9 @@ sharding is tested everywhere. `JAX_PLATFORMS=cuda,cpu make test` runs on a GPU
 single GPU cannot show. Compiled programs are kept in `.jax_cache` from one run to the
 next, and are shared by the processes of one run.
 
-`--quick` is the selection of `make test`: no test marked `slow`; of a parametrized test
-the first 2 cases, the second of which shows a value that the first did not; and no
-docstring's example of more than six lines, because each line compiles something.
+`--quick` is the selection of `make test`: no docstrings; no test marked `slow`; and the
+first 2 cases of a parametrized test, the second of which shows a value that the first
+did not.
 
 Each test runs with strict dtype and rank promotion: the library may not widen a type
 or broadcast a rank by accident. Tests that run other people's models use the fixture
@@ -67,7 +67,6 @@ import pytest  # noqa: E402
 _MAX_BYTES = 5 << 29
 _MAX_PROGRAMS = 200_000
 _QUICK_CASES = 2
-_QUICK_LINES = 6
 _SHARED_DATA = _ROOT.parent / "shared" / "data"
 
 # An example may compile, so there is no time limit, and 40 of them are enough.
@@ -91,7 +90,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--quick",
         action="store_true",
-        help="no slow tests, and of a parametrized test the first 2 cases",
+        help="no docstrings or slow tests, and the first 2 cases of others",
     )
 
 
@@ -119,9 +118,8 @@ def pytest_collection_modifyitems(config, items):
         if isinstance(item, pytest.DoctestItem):
             if _ROOT / "tests" in item.path.parents:
                 continue
+            item.add_marker(pytest.mark.slow)
             source = "".join(example.source for example in item.dtest.examples)
-            if source.count("\n") > _QUICK_LINES:
-                item.add_marker(pytest.mark.slow)
             if "pyarrow" in source and importlib.util.find_spec("pyarrow") is None:
                 item.add_marker(pytest.mark.skip("needs pyarrow"))
         kept.append(item)

@@ -64,6 +64,7 @@ def test_the_places_agree_the_memory_helps_and_runs_resume(run, tmp_path):
         assert first + later == whole and bits(resumed) == bits(lines)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_jax_and_sparse():
     params = memory_table.init(jax.random.key(0))
     shape = 50_000, memory_table.WIDTH

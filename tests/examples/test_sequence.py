@@ -52,6 +52,7 @@ def queries(model, items):
     return sequence.queries(model, items, lambda x, number: x)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_jax_and_sparse(model):
     batch = np.random.default_rng(0).integers(1, 1000, (3, 7))
     batch[0, 4:] = 0

@@ -5,16 +5,16 @@ import gc
 import pytest
 
 import damage
-from helpers import slow_but
 
 
-pytestmark = pytest.mark.usefixtures("loose_promotion")  # as in a reader's session
+# As in a reader's session.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("loose_promotion")]
 
 WITH_ORBAX = ["CheckpointManager", "parallel.restore"]
 
 
 @pytest.mark.filterwarnings("ignore")  # of orbax, whose errors are raised here
-@pytest.mark.parametrize("name", slow_but(["others", *WITH_ORBAX], "others"))
+@pytest.mark.parametrize("name", ["others", *WITH_ORBAX])
 def test_damaged_files_are_refused(name):
     names, count, least = [name], 30, 4  # most files of orbax hold what is not read
     if name == "others":

@@ -344,6 +344,7 @@ def test_save_and_load_a_model(tmp_path, kind):
     _assert_same(*state)
 
 
+@pytest.mark.slow
 def test_functional_models():
     """A functional model leaves `SparseModel` and its other subclasses alone."""
 

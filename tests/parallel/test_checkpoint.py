@@ -276,6 +276,7 @@ def test_a_refused_save_changes_nothing(tmp_path):
     assert_trees_close(sj.parallel.restore(path, tree), tree)
 
 
+@pytest.mark.slow
 def test_other_values_are_refused(tmp_path):
     """Well formed files, of a tree that differs in one number of one leaf."""
 

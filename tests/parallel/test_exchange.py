@@ -210,6 +210,7 @@ def test_owners_add_in_float32(mesh):
         np.testing.assert_array_equal(np.asarray(x)[7], np.full(D, expected))
 
 
+@pytest.mark.slow
 def test_float64_and_bfloat16_tables():
     """A float64 is summed in float64; a bfloat16's gradient is sent as it is."""
     ids = np.full(8, 5, np.int32)

@@ -254,6 +254,7 @@ def test_apply_and_layouts():
     assert shardings(abstract) == shardings(placed)
 
 
+@pytest.mark.slow
 def test_trained_on_one_device_and_on_eight():
     layouts = {"a": "row-sharded", "b": "column-sharded", "c": "replicated-sparse"}
     heights = {"a": 301, "b": 223, "c": 98}

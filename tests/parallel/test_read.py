@@ -418,6 +418,7 @@ def test_models_read_as_of_an_array():
     np.testing.assert_allclose(found, TABLE[[-1, 0, 3]].sum(), 1e-5)
 
 
+@pytest.mark.slow
 def test_without_a_gradient():
     table, ids = sharded(8), make_ids()
     np.testing.assert_array_equal(table[ids], TABLE[ids])

@@ -173,6 +173,7 @@ def test_under_vmap():
     assert_trees_close(found, one_step(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradient_at_its_owner_merges_there():
     """Nothing is sent. And the gradient of `jax.grad` is dense."""
     place, _, split = on_mesh("2 replicas of 4")

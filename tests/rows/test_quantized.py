@@ -289,6 +289,7 @@ def test_dtype_of_reads():
     assert_same_bits(wide.codes, table.codes)
 
 
+@pytest.mark.slow
 def test_reads_of_float64_are_summed_in_float64(x64):
     """A float32 sum would lose the small numbers beside the large one."""
     x = np.array([[1e8, 1e8 + 255], [1.0, 2.0]]).repeat(4, axis=1)
