@@ -89,7 +89,6 @@ def _rows_of(grads):
     return [x for x in jax.tree.leaves(grads, is_leaf=is_rows) if is_rows(x)]
 
 
-@pytest.mark.slow
 @pytest.mark.window
 def test_gradients_and_state_are_those_of_flax():
     make = lambda: ((Model(), IDS, Y), {})
@@ -256,7 +255,6 @@ def train(model, tx, batches):
     return [step(model, opt, ids) for ids in batches], traces
 
 
-@pytest.mark.slow
 @pytest.mark.window
 @pytest.mark.usefixtures("eight_devices")
 def test_a_sharded_table_in_an_optimizer():

@@ -330,7 +330,6 @@ def test_rows_without_numbers(read):
         assert g.shape == shape and g.values.shape[1:] == shape[1:]
 
 
-@pytest.mark.slow
 @pytest.mark.window
 def test_debug_nans():
     """No NaN arises that is not in the result, and one that was read is seen."""
